@@ -1,0 +1,1 @@
+"""The MoE kernel library: one folder an op, each with an oracle."""

@@ -1,0 +1,1 @@
+"""The launcher: command line, topology, and the one place that builds the object graph."""

@@ -1,0 +1,1 @@
+"""Experts on their ranks: dispatcher and expert store."""

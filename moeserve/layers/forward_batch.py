@@ -1,0 +1,32 @@
+"""The tensors of one step, as every layer sees them: one value, built by the worker, passed by argument."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """T tokens of R requests, each request's tokens contiguous; prefill, chunked prefill and decode are one shape.
+
+    A replica without work in a step of its engine has T = R = 0 and still runs every layer's dispatch and combine.
+    """
+
+    token_ids_T: torch.Tensor
+    """int64."""
+    positions_T: torch.Tensor
+    """int64, place of each token in its sequence."""
+    slot_mapping_T: torch.Tensor
+    """int64, block_id * block_size + offset in the KV cache; -1: do not write."""
+    query_start_loc: torch.Tensor
+    """int64 [R + 1], prefix sums of the requests' token counts."""
+    seq_lens_R: torch.Tensor
+    """int64, tokens of each sequence up to and with this step."""
+    block_tables_RB: torch.Tensor
+    """int64, KV blocks of each request in order, padded with 0 behind the last used one."""
+    query_lens: tuple[int, ...]
+    """Token count of each request, on the host."""
+    seq_lens: tuple[int, ...]
+    """`seq_lens_R`, on the host."""
+    num_tokens_by_dp_rank: tuple[int, ...]
+    """T of every replica of the engine in this step."""

@@ -1,0 +1,1 @@
+"""The HTTP frontend: OpenAI-compatible API, request journal, engine registry."""

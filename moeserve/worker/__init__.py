@@ -1,0 +1,1 @@
+"""One per rank: input batch, model runner, sampler, and the channel from the replica's leader."""
