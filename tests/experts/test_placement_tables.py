@@ -1,0 +1,79 @@
+"""The lookup from (logical expert, token row) to physical and local experts."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeserve.experts.placement_tables import NUM_BUCKETS, PlacementTables
+from moeserve.testing.placements import random_placement
+from moeserve_placement import ExpertPlacement
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> ExpertPlacement:
+    num_experts = draw(st.integers(1, 9))
+    num_ranks = draw(st.integers(1, 5))
+    least = max(0, num_ranks - num_experts)
+    num_redundant = draw(st.integers(least, max(least, num_experts * (num_ranks - 1))))
+    return random_placement(
+        num_layers=2,
+        num_experts=num_experts,
+        num_ranks=num_ranks,
+        num_redundant_experts=num_redundant,
+        seed=draw(st.integers(0, 99)),
+        epoch=3,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(placement=placements(), first_row=st.integers(0, 200), num_rows=st.integers(0, 9))
+def test_every_choice_is_a_replica_of_its_expert_and_lies_on_exactly_one_rank(
+    placement: ExpertPlacement, first_row: int, num_rows: int
+) -> None:
+    expert_ids_TK = torch.arange(placement.num_logical_experts).expand(num_rows, -1)
+    for layer in range(placement.num_layers):
+        tables = [PlacementTables.build(placement, layer, rank=r, device=CPU) for r in range(placement.num_ranks)]
+        physical_TK = tables[0].choose_physical(expert_ids_TK, first_row)
+        logical_TK = placement.physical_to_logical_LP[layer][physical_TK.numpy()]
+        assert np.array_equal(logical_TK, expert_ids_TK.numpy())
+        local_RTK = torch.stack([table.choose_local(expert_ids_TK, first_row) for table in tables])
+        assert ((local_RTK >= 0).sum(dim=0) == 1).all()
+        for rank, table in enumerate(tables):
+            mine = local_RTK[rank] >= 0
+            assert torch.equal(local_RTK[rank][mine] + placement.rank_slice(rank).start, physical_TK[mine]), (
+                "local and physical choice differ"
+            )
+            assert torch.equal(table.choose_physical(expert_ids_TK, first_row), physical_TK)
+            assert sum(table.num_physical_by_rank) == placement.num_physical_experts
+            assert table.epoch == 3
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_replicas_share_the_rows_evenly(num_ranks: int) -> None:
+    placement = ExpertPlacement.identity(
+        num_layers=1, num_logical_experts=4, num_ranks=num_ranks, num_redundant_experts=4 * (num_ranks - 1)
+    )
+    tables = PlacementTables.build(placement, 0, rank=0, device=CPU)
+    rows = torch.zeros(3 * NUM_BUCKETS, 1, dtype=torch.int64)
+    counts = tables.choose_physical(rows, first_row=7).flatten().bincount(minlength=placement.num_physical_experts)
+    used = counts[counts > 0]
+    assert used.numel() == num_ranks
+    assert used.max() - used.min() <= 3  # at most one a bucket round
+
+
+def test_consecutive_rows_alternate_between_two_replicas() -> None:
+    placement = ExpertPlacement.identity(num_layers=1, num_logical_experts=2, num_ranks=2, num_redundant_experts=2)
+    tables = PlacementTables.build(placement, 0, rank=0, device=CPU)
+    chosen = tables.choose_physical(torch.zeros(6, 1, dtype=torch.int64), first_row=0).flatten().tolist()
+    assert chosen[0::2] == [chosen[0]] * 3
+    assert chosen[1::2] == [chosen[1]] * 3
+    assert chosen[0] != chosen[1]
+
+
+def test_without_replicas_there_is_one_column() -> None:
+    placement = ExpertPlacement.identity(num_layers=1, num_logical_experts=5, num_ranks=3)
+    assert PlacementTables.build(placement, 0, rank=1, device=CPU).physical_EC.shape == (5, 1)
