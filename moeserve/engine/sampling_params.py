@@ -56,6 +56,8 @@ class SamplingParams:
             _between("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _between("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit 64 bits, between {-(2**63)} and {2**63 - 1}, got {self.seed}")
         _between("n", self.n, 1, 128)
         if self.n > 1 and self.temperature == 0.0:
             raise ValueError(f"n must be 1 when temperature is 0 (greedy), got {self.n}")
@@ -68,6 +70,20 @@ class SamplingParams:
     def needs_output_history(self) -> bool:
         """Whether the logits depend on the tokens that came before."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of the sequence `index` of a request with n > 1: the first keeps the request's own.
+
+    The others get the splitmix64 stream that starts there (Steele et al., "Fast splittable pseudorandom number
+    generators", 2014), cut to 63 bits.
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return (z ^ (z >> 31)) >> 1
 
 
 def _at_least(name: str, value: float, low: float) -> None:

@@ -1,0 +1,140 @@
+"""How a replica's leader (tp_rank 0) tells its followers what to run: ZeroMQ, msgpack, one socket for each follower.
+
+The leader binds; addresses are exchanged over the TP group when the channel is opened. Messages to one follower arrive
+in order and none is lost while both live. A follower that waits looks now and then whether its parent still lives.
+"""
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import psutil
+import torch
+import zmq
+
+from moeserve.engine.outputs import SchedulerOutput
+from moeserve.parallel import Group, ParallelContext
+
+_ADDRESS_BYTES = 1024
+_PARENT_CHECK_MS = 1000
+_LINGER_MS = 1000
+_SEND_TIMEOUT_MS = 60_000
+
+
+class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    output: SchedulerOutput
+    votes_stop: bool
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """The follower's loop ends."""
+
+
+ToFollower = RunStep | Stop
+
+
+class ParentDiedError(RuntimeError):
+    """The process that started this rank is gone, so nobody will ever send a step again."""
+
+
+class LeaderChannel:
+    """The sending end. `send` copies the message into ZeroMQ's queues and does not wait for the followers."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def add_follower(self, interface: str) -> str:
+        """Make room for one more follower; returns the address, at `interface`, that it must connect to."""
+        follower = self._context.socket(zmq.PUSH)
+        follower.setsockopt(zmq.SNDHWM, 0)
+        follower.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)  # only one that never came makes the leader wait
+        port = follower.bind_to_random_port(f"tcp://{interface}")
+        self._sockets.append(follower)
+        return f"tcp://{interface}:{port}"
+
+    def send(self, message: ToFollower) -> None:
+        frame = self._encoder.encode(message)
+        for follower in self._sockets:
+            follower.send(frame)
+
+    def close(self) -> None:
+        """Messages sent before are still delivered, within a second."""
+        for follower in self._sockets:
+            follower.close(linger=_LINGER_MS)
+        self._context.term()
+
+
+class FollowerChannel:
+    """The receiving end."""
+
+    def __init__(self, address: str) -> None:
+        self._parent_pid = os.getppid()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._decoder = msgspec.msgpack.Decoder(ToFollower)
+
+    def receive(self) -> ToFollower:
+        """Sleep until the leader's next message. Raises ParentDiedError when this process has become an orphan."""
+        while not self._socket.poll(_PARENT_CHECK_MS):
+            if os.getppid() != self._parent_pid:
+                raise ParentDiedError(f"the parent process {self._parent_pid} died")
+        message: ToFollower = self._decoder.decode(self._socket.recv())
+        return message
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Names of the host a rank runs on, by which two ranks tell whether they share it."""
+
+    name: str
+    ipv4: list[str]
+
+
+def open_channel(parallel: ParallelContext) -> LeaderChannel | FollowerChannel:
+    """Connect the ranks of a replica; collective over the TP group."""
+    hosts = [msgspec.json.decode(r, type=Host) for r in _exchange(_this_host(), parallel.tp, parallel.device)]
+    if not parallel.layout.is_leader:
+        record = _exchange({}, parallel.tp, parallel.device)[0]
+        return FollowerChannel(msgspec.json.decode(record, type=dict[int, str])[parallel.tp.rank])
+    channel = LeaderChannel()
+    interfaces = {rank: address_towards(hosts[rank], this=hosts[0]) for rank in range(1, parallel.tp.size)}
+    addresses = {rank: channel.add_follower(interface) for rank, interface in interfaces.items()}
+    _exchange(addresses, parallel.tp, parallel.device)
+    return channel
+
+
+def _exchange(value: object, group: Group, device: torch.device) -> list[bytes]:
+    """JSON of every member's value, in rank order."""
+    record = msgspec.json.encode(value)
+    assert len(record) <= _ADDRESS_BYTES, f"a record of {len(record)} bytes is too long to exchange"
+    mine = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    mine[: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    return [row.numpy().tobytes().rstrip(b"\0") for row in group.all_gather(mine.to(device)).cpu()]
+
+
+def _this_host() -> Host:
+    addresses = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
+    return Host(name=socket.gethostname()[:256], ipv4=sorted(a for a in addresses if not a.startswith("127."))[:32])
+
+
+def address_towards(peer: Host, *, this: Host) -> str:
+    """This host's address on the way to `peer`: loopback where it is the same host."""
+    foreign = [address for address in peer.ipv4 if address not in this.ipv4]
+    if peer == this or not foreign:
+        return "127.0.0.1"
+    for address in foreign:
+        # Nothing is sent: the kernel only looks up the route.
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    raise OSError(f"host {this.name} has no route to host {peer.name} ({', '.join(foreign)})")

@@ -1,0 +1,167 @@
+"""A rank at work: built from the configuration, it runs the steps that its replica's leader announces."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from moeserve.config import Config
+from moeserve.engine.outputs import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from moeserve.engine.sampling_params import SamplingParams
+from moeserve.ids import BlockId, PlacementEpoch, RequestId, StepId
+from moeserve.layers.attention.kv_cache import KVCache, kv_bytes_per_block
+from moeserve.models.checkpoint import open_checkpoint
+from moeserve.models.context_length import resolve_max_model_len
+from moeserve.models.decoder import Decoder
+from moeserve.models.layout import check_layout, starting_placement
+from moeserve.models.spec import ModelSpec
+from moeserve.parallel import ParallelContext
+from moeserve.worker.agreement import StepAgreement
+from moeserve.worker.channel import FollowerChannel, LeaderChannel, RunStep, Stop
+from moeserve.worker.input_batch import InputBatch
+from moeserve.worker.memory import agree_on_num_blocks
+from moeserve.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class EngineStopped(Exception):  # noqa: N818 - not an error: the way out of the loop that steps
+    """The replicas agreed to stop: no step runs any more."""
+
+
+class Worker:
+    """This rank's model with its KV cache; all ranks of the engine step together."""
+
+    def __init__(self, runner: ModelRunner, agreement: StepAgreement, *, num_blocks: int, max_model_len: int) -> None:
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self._runner = runner
+        self._agreement = agreement
+
+    def step(self, output: SchedulerOutput, *, votes_stop: bool = False) -> ModelRunnerOutput:
+        """Agree with the other replicas, then run the step; raises EngineStopped if one of them votes to stop."""
+        agreed = self._agreement.agree(
+            output.total_num_scheduled_tokens, votes_stop=votes_stop, placement_epoch=output.placement_epoch
+        )
+        if agreed.engine_stops:
+            raise EngineStopped
+        return self._runner.execute(output, agreed.num_tokens_by_dp_rank)
+
+    def forget_all(self) -> None:
+        """Drop every request, when the scheduler that knew them is gone."""
+        self._runner.forget_all()
+
+
+class LeaderExecutor:
+    """The engine's StepExecutor on a replica's leader: tells the followers, then steps with them."""
+
+    def __init__(self, worker: Worker, channel: LeaderChannel) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._votes_stop = False
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Blocks until the step is done; raises EngineStopped once a replica has voted to stop."""
+        self._channel.send(RunStep(output=output, votes_stop=self._votes_stop))
+        return self._worker.step(output, votes_stop=self._votes_stop)
+
+    def vote_stop(self) -> None:
+        """Have the next step end the engine, on all ranks; safe in a signal handler."""
+        self._votes_stop = True
+
+    def close(self) -> None:
+        """End the followers' loops."""
+        self._channel.send(Stop())
+        self._channel.close()
+
+
+class FollowerLoop:
+    """The life of a rank with tp_rank > 0: run what the leader announces until it says stop."""
+
+    def __init__(self, worker: Worker, channel: FollowerChannel) -> None:
+        self._worker = worker
+        self._channel = channel
+
+    def run(self) -> None:
+        """Returns after Stop, or when the engine stops; raises ParentDiedError in an orphaned process."""
+        try:
+            while isinstance(message := self._channel.receive(), RunStep):
+                self._worker.step(message.output, votes_stop=message.votes_stop)
+        except EngineStopped:
+            logger.info("the engine stops")
+        finally:
+            self._channel.close()
+
+
+def build_worker(config: Config, spec: ModelSpec, folder: Path, parallel: ParallelContext, *, progress: bool) -> Worker:
+    """Load this rank's share of the checkpoint, allocate its KV cache and warm it up; collective over the engine.
+
+    progress: whether rank 0 draws a bar. Raises ConfigError for a layout, placement, context length or memory size
+    that cannot be, and CheckpointError for a broken checkpoint.
+    """
+    check_layout(spec, config.parallel)
+    max_model_len = resolve_max_model_len(config, spec)
+    dtype = resolve_dtype(config, spec)
+    decoder = _load_decoder(config, spec, folder, parallel, dtype=dtype, progress=progress)
+    block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
+    num_blocks = agree_on_num_blocks(
+        config.cache,
+        bytes_per_block=kv_bytes_per_block(spec, block_size=block_size, dtype=dtype, tp_size=parallel.layout.tp_size),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        parallel=parallel,
+    )
+    kv_cache = KVCache.allocate(spec, num_blocks=num_blocks, block_size=block_size, dtype=dtype, parallel=parallel)
+    input_batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+    runner = ModelRunner(decoder, kv_cache, input_batch, parallel=parallel)
+    worker = Worker(runner, StepAgreement(parallel), num_blocks=num_blocks, max_model_len=max_model_len)
+    for output in _warm_up_steps(num_tokens=min(4, max_model_len), block_size=block_size):
+        worker.step(output)
+    return worker
+
+
+def _load_decoder(
+    config: Config, spec: ModelSpec, folder: Path, parallel: ParallelContext, *, dtype: torch.dtype, progress: bool
+) -> Decoder:
+    reader = open_checkpoint(folder, spec, dtype)
+    placement = starting_placement(spec, config.parallel) if spec.moe_layer_ids else None
+    is_shown = progress and parallel.layout.rank == 0
+    with tqdm(total=len(spec.layers), desc="Loading weights", unit="layer", disable=not is_shown) as bar:
+
+        def on_layer_loaded(layer: int) -> None:
+            bar.update(layer + 1 - bar.n)
+
+        return Decoder.build(spec, reader, parallel, placement, dtype=dtype, on_layer_loaded=on_layer_loaded)
+
+
+def _warm_up_steps(*, num_tokens: int, block_size: int) -> Iterator[SchedulerOutput]:
+    """A prefill, a decode and an idle step, so that the first request does not pay for first calls.
+
+    They are steps as any other. What they leave in the KV cache is finite and is overwritten before it is read.
+    """
+    request_id = RequestId("warm-up")
+    for num_computed_tokens in (0, num_tokens - 1):
+        request = NewRequestData(
+            request_id=request_id,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            sampling_params=SamplingParams(seed=0),
+            block_ids=[BlockId(block) for block in range(-(-num_tokens // block_size))],
+            num_computed_tokens=num_computed_tokens,
+        )
+        yield SchedulerOutput(
+            step_id=StepId(0),
+            placement_epoch=PlacementEpoch(0),
+            new_requests=[request],
+            num_scheduled_tokens={request_id: num_tokens - num_computed_tokens},
+            finished_request_ids=[request_id],
+        )
+    yield SchedulerOutput(step_id=StepId(0), placement_epoch=PlacementEpoch(0), finished_request_ids=[request_id])
+
+
+def resolve_dtype(config: Config, spec: ModelSpec) -> torch.dtype:
+    """The type the model computes in and the KV cache holds."""
+    name = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
