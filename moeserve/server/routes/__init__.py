@@ -1,0 +1,1 @@
+"""HTTP routes: each file builds the router of one group of endpoints."""
