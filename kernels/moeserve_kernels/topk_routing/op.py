@@ -1,0 +1,59 @@
+"""Top-k choice of experts: plain (Mixtral, Qwen, OLMoE, gpt-oss) and group-limited (DeepSeek, arXiv 2405.04434)."""
+
+from typing import Literal
+
+import torch
+
+Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
+GroupScore = Literal["max", "top2_sum"]
+
+
+def topk_routing(
+    logits_TE: torch.Tensor,
+    *,
+    top_k: int,
+    scoring: Scoring,
+    renormalize: bool,
+    scaling_factor: float = 1.0,
+    num_groups: int = 1,
+    num_selected_groups: int = 1,
+    group_score: GroupScore = "max",
+    correction_bias_E: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (weights_TK float32, expert_ids_TK int64), best expert first.
+
+    scoring: softmax or sigmoid over all experts, then the choice; or the choice by logits, then a softmax over the
+    chosen. correction_bias_E is added to the scores for the choice and not for the weights. With num_groups > 1 (equal
+    groups of neighbours) only the experts of the num_selected_groups best groups can be chosen; a group's score is that
+    of its best expert, or the sum of its two best. renormalize: weights sum to 1 before scaling_factor.
+    """
+    num_experts = logits_TE.shape[1]
+    assert 1 <= top_k <= num_experts
+    assert num_experts % num_groups == 0
+    assert 1 <= num_selected_groups <= num_groups
+    assert top_k <= num_selected_groups * (num_experts // num_groups), "the selected groups hold too few experts"
+    logits_TE = logits_TE.float()
+    if scoring == "topk_softmax":
+        best_TK, expert_ids_TK = logits_TE.topk(top_k, dim=-1)
+        return best_TK.softmax(dim=-1) * scaling_factor, expert_ids_TK
+    scores_TE = logits_TE.softmax(dim=-1) if scoring == "softmax" else logits_TE.sigmoid()
+    choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E.float()
+    if num_groups > 1:
+        choice_TE = _mask_groups(choice_TE, num_groups, num_selected_groups, group_score)
+    expert_ids_TK = choice_TE.topk(top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, expert_ids_TK)
+    if renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+    return weights_TK * scaling_factor, expert_ids_TK
+
+
+def _mask_groups(
+    choice_TE: torch.Tensor, num_groups: int, num_selected_groups: int, group_score: GroupScore
+) -> torch.Tensor:
+    """-inf for every expert outside the token's best groups."""
+    grouped_TGE = choice_TE.view(len(choice_TE), num_groups, choice_TE.shape[1] // num_groups)
+    best_TGK = grouped_TGE.topk(1 if group_score == "max" else 2, dim=-1).values
+    selected_TG = best_TGK.sum(dim=-1).topk(num_selected_groups, dim=-1).indices
+    masked_TG = torch.ones(grouped_TGE.shape[:2], dtype=torch.bool, device=choice_TE.device)
+    masked_TG.scatter_(1, selected_TG, False)
+    return grouped_TGE.masked_fill(masked_TG.unsqueeze(-1), -torch.inf).flatten(1)
