@@ -1,0 +1,9 @@
+"""Tiny tensors only here: threads would do nothing but wait for each other."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
