@@ -151,7 +151,8 @@ def _bench_transformers(folder: Path, load: Load) -> Row:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model.eval()
     generator = torch.Generator().manual_seed(0)
     shape = (load.num_clients, load.prompt_tokens)
     prompts = torch.randint(3, load.vocab_size, shape, generator=generator)

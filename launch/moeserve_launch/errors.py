@@ -24,16 +24,15 @@ def tell(error: BaseException) -> None:
     print(f"moeserve: error: {text}", file=sys.stderr, flush=True)
 
 
-def record_user_error(error: BaseException) -> bool:
-    """Leave the error for the agent; False when there is no agent that reads it."""
+def record_user_error(error: BaseException) -> None:
+    """Leave the error for the agent, where there is one that reads it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
-        return False
+        return
     text = " ".join(str(error).split()) or type(error).__name__
     extra = {"py_callstack": "", "timestamp": str(int(time.time())), "user_error": True}
     with open(path, "w") as file:
         json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-    return True
 
 
 def is_user_error(failures: Mapping[int, Any]) -> bool:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from moeserve.config import Config, config_from_dict
+from moeserve_launch.logs import configure_logging
 from moeserve_launch.preflight import ServableModel
 
 
@@ -71,6 +72,7 @@ def run_from_stdin() -> int:
     """Body of the frontend process; returns when its owner is gone or it was told to leave."""
     from moeserve.server.frontend import run_frontend
 
+    configure_logging("frontend")
     orders = json.loads(sys.stdin.read())
     config = config_from_dict(orders["config"])
 

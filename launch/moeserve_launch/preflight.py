@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moeserve.config import Config, ConfigError, ServerConfig
 from moeserve.models.checkpoint import resolve_model_folder, validate_checkpoint
+from moeserve.models.context_length import resolve_max_model_len
 from moeserve.models.hf_config import read_model_spec
 from moeserve.models.layout import check_layout
 from moeserve.models.spec import ModelSpec
@@ -30,7 +31,7 @@ def check_model(config: Config) -> ServableModel:
     spec = read_model_spec(folder)
     check_layout(spec, config.parallel)
     validate_checkpoint(folder, spec)
-    return ServableModel(folder=folder, spec=spec, max_model_len=_max_model_len(config, spec))
+    return ServableModel(folder=folder, spec=spec, max_model_len=resolve_max_model_len(config, spec))
 
 
 def check_ports(config: ServerConfig) -> None:
@@ -55,13 +56,3 @@ def _check_port(host: str, port: int, advice: str) -> None:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is already in use: {advice}") from error
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def _max_model_len(config: Config, spec: ModelSpec) -> int:
-    asked = config.model.max_model_len
-    if asked is not None and asked > spec.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len must be at most {spec.max_position_embeddings}, the context of {config.model.model}, "
-            f"got {asked}"
-        )
-    return asked or spec.max_position_embeddings

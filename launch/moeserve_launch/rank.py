@@ -13,6 +13,7 @@ from moeserve.config import Config
 from moeserve_launch.compose import run_engine_rank
 from moeserve_launch.errors import USER_ERRORS, record_user_error, tell
 from moeserve_launch.frontend import FrontendProcess
+from moeserve_launch.logs import configure_logging
 from moeserve_launch.preflight import ServableModel, check_model, check_ports
 from moeserve_launch.topology import RankEnvironment, set_single_host_network
 
@@ -22,6 +23,7 @@ _PR_SET_PDEATHSIG = 1
 def run_rank(config: Config, place: RankEnvironment) -> int:
     """Serve as one rank; returns the exit code. A user's mistake is one line, told once."""
     _end_with_parent()
+    configure_logging(f"rank {place.rank}")
     if place.is_single_host:
         set_single_host_network(os.environ)
     try:
