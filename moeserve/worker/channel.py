@@ -62,8 +62,11 @@ class LeaderChannel:
             follower.send(frame)
 
     def close(self) -> None:
-        """Messages sent before are still delivered, within a second."""
+        """End the loops of the followers that still listen; what was sent before is delivered, within a second."""
+        frame = self._encoder.encode(Stop())
         for follower in self._sockets:
+            with suppress(zmq.Again):  # a follower that has left already
+                follower.send(frame, zmq.NOBLOCK)
             follower.close(linger=_LINGER_MS)
         self._context.term()
 

@@ -19,7 +19,7 @@ from moeserve.models.layout import check_layout, starting_placement
 from moeserve.models.spec import ModelSpec
 from moeserve.parallel import ParallelContext
 from moeserve.worker.agreement import StepAgreement
-from moeserve.worker.channel import FollowerChannel, LeaderChannel, RunStep, Stop
+from moeserve.worker.channel import FollowerChannel, LeaderChannel, RunStep
 from moeserve.worker.input_batch import InputBatch
 from moeserve.worker.memory import agree_on_num_blocks
 from moeserve.worker.model_runner import ModelRunner
@@ -73,7 +73,6 @@ class LeaderExecutor:
 
     def close(self) -> None:
         """End the followers' loops."""
-        self._channel.send(Stop())
         self._channel.close()
 
 

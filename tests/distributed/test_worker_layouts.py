@@ -20,7 +20,7 @@ from moeserve.parallel import ParallelContext, ParallelLayout, init_parallel, si
 from moeserve.testing.checkpoints import write_tiny_checkpoint
 from moeserve.testing.multiprocess import run_ranks
 from moeserve.testing.thread_ranks import run_thread_ranks
-from moeserve.worker.channel import FollowerChannel, LeaderChannel, Stop, open_channel
+from moeserve.worker.channel import FollowerChannel, LeaderChannel, open_channel
 from moeserve.worker.worker import EngineStopped, FollowerLoop, LeaderExecutor, build_worker
 
 pytestmark = pytest.mark.distributed
@@ -178,8 +178,7 @@ def test_one_vote_stops_all_ranks(checkpoint: Path, tp_size: int, dp_size: int) 
             executor.vote_stop()
         with pytest.raises(EngineStopped):
             executor.execute(output)
-        channel.send(Stop())  # nobody listens any more, and nobody waits
-        channel.close()
+        channel.close()  # nobody listens any more, and nobody waits
         return "leader stopped"
 
     results = run_thread_ranks(live, tp_size=tp_size, dp_size=dp_size)
