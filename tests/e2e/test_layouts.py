@@ -28,6 +28,7 @@ def greedy_texts(server: RunningServer, prompts: list[str], num_tokens: int) -> 
     ("words", "launcher"),
     [
         pytest.param(("-dp", "2"), (), id="dp2"),
+        pytest.param(("-tp", "2"), (), id="tp2"),
         pytest.param(("-tp", "2", "--num-redundant-experts", "3"), (), id="tp2 with redundant experts"),
         pytest.param(("-tp", "2", "-dp", "2"), (*TORCHRUN, "4"), id="torchrun tp2 x dp2"),
         pytest.param(("-dp", "3"), (*TORCHRUN, "3"), id="torchrun dp3: 16 experts do not divide"),
