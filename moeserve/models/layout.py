@@ -66,6 +66,8 @@ def _placement_from_file(spec: ModelSpec, parallel: ParallelConfig, path: Path) 
     for what, (found, needed, source) in expected.items():
         if found != needed:
             raise ConfigError(f"parallel.placement_file {path} is for {found} {what}, but {source} {needed}")
+    if (placement.physical_to_logical_LP < 0).any():
+        raise ConfigError(f"parallel.placement_file {path} leaves places empty: ranks load an expert into each")
     if parallel.num_redundant_experts not in (0, placement.num_redundant_experts):
         raise ConfigError(
             f"parallel.num_redundant_experts must be 0 or {placement.num_redundant_experts} with the placement file "

@@ -1,7 +1,8 @@
 """Which expert lies where: the physical-to-logical map, the cluster shape and the epoch.
 
-Axes: L MoE layers, E logical experts, P physical experts of the EP group. The physical experts of rank r are
-`rank_slice(r)`; their number may differ by one between ranks, so any number of experts fits any number of ranks.
+Axes: L MoE layers, E logical experts, P physical experts of the EP group, R ranks. The physical experts of rank r are
+`rank_slice(r)`. Unless the placement says otherwise their number differs by at most one between ranks, so any number
+of experts fits any number of ranks.
 """
 
 import json
@@ -27,9 +28,12 @@ class ExpertPlacement:
     """
 
     physical_to_logical_LP: npt.NDArray[np.int64]
+    """-1 is an empty place: a layer that was given fewer redundant experts than another."""
     num_logical_experts: int
     num_ranks: int
     epoch: int = 0
+    num_physical_by_rank: tuple[int, ...] | None = None
+    """Places of each rank; None shares them evenly, the first ranks holding one more where P does not divide."""
 
     def __post_init__(self) -> None:
         table = self.physical_to_logical_LP
@@ -41,20 +45,31 @@ class ExpertPlacement:
                 f"{num_physical} physical experts are too few for {self.num_logical_experts} logical experts on "
                 f"{self.num_ranks} ranks: one for each is the least"
             )
-        for layer, row in enumerate(table):
-            self._check_layer(layer, row)
+        sizes = self.num_physical_by_rank
+        if sizes is not None and (len(sizes) != self.num_ranks or sum(sizes) != num_physical or min(sizes) < 1):
+            raise PlacementError(
+                f"num_physical_by_rank must be {self.num_ranks} numbers of at least 1 that sum to {num_physical}, "
+                f"got {list(sizes)}"
+            )
+        self._check_experts()
         table.setflags(write=False)
 
-    def _check_layer(self, layer: int, row: npt.NDArray[np.int64]) -> None:
-        if row.min(initial=0) < 0 or row.max(initial=0) >= self.num_logical_experts:
-            raise PlacementError(f"layer {layer}: logical expert ids must be in [0, {self.num_logical_experts})")
-        missing = np.setdiff1d(np.arange(self.num_logical_experts), row)
-        if missing.size:
-            raise PlacementError(f"layer {layer}: logical expert {missing[0]} has no physical expert")
-        for rank in range(self.num_ranks):
-            held = row[self.rank_slice(rank)]
-            if np.unique(held).size != held.size:
-                raise PlacementError(f"layer {layer}: rank {rank} holds two copies of one expert: {held.tolist()}")
+    def _check_experts(self) -> None:
+        table, num_logical = self.physical_to_logical_LP, self.num_logical_experts
+        outside_L = ((table < -1) | (table >= num_logical)).any(axis=1)
+        if outside_L.any():
+            raise PlacementError(f"layer {outside_L.argmax()}: logical expert ids must be in [0, {num_logical})")
+        if (self.num_replicas_LE == 0).any():
+            layer, missing = np.argwhere(self.num_replicas_LE == 0)[0]
+            raise PlacementError(f"layer {layer}: logical expert {missing} has no physical expert")
+        # Sorted by rank, then expert, a second copy on a rank stands beside the first.
+        key_LP = np.sort(table + self.rank_of_physical_P * (num_logical + 1), axis=1)
+        twice_LP = (key_LP[:, 1:] == key_LP[:, :-1]) & (key_LP[:, 1:] % (num_logical + 1) != num_logical)
+        if twice_LP.any():
+            layer, index = np.argwhere(twice_LP)[0]
+            rank = int(key_LP[layer, index] // (num_logical + 1))
+            held = table[layer, self.rank_slice(rank)].tolist()
+            raise PlacementError(f"layer {layer}: rank {rank} holds two copies of one expert: {held}")
 
     @staticmethod
     def identity(
@@ -89,35 +104,48 @@ class ExpertPlacement:
     def num_redundant_experts(self) -> int:
         return self.num_physical_experts - self.num_logical_experts
 
-    def rank_slice(self, rank: int) -> slice:
-        """Physical expert ids of a rank; the first ranks hold one more where the number does not divide."""
+    @cached_property
+    def num_physical_R(self) -> npt.NDArray[np.int64]:
+        """Places of each rank."""
+        if self.num_physical_by_rank is not None:
+            return np.asarray(self.num_physical_by_rank, dtype=np.int64)
         quotient, remainder = divmod(self.num_physical_experts, self.num_ranks)
-        start = rank * quotient + min(rank, remainder)
-        return slice(start, start + quotient + (rank < remainder))
+        return quotient + (np.arange(self.num_ranks) < remainder)
+
+    @cached_property
+    def _first_physical_R(self) -> npt.NDArray[np.int64]:
+        return np.cumsum(self.num_physical_R) - self.num_physical_R
+
+    def rank_slice(self, rank: int) -> slice:
+        """Physical expert ids of a rank."""
+        start = int(self._first_physical_R[rank])
+        return slice(start, start + int(self.num_physical_R[rank]))
 
     @cached_property
     def rank_of_physical_P(self) -> npt.NDArray[np.int64]:
         """The rank of each physical expert."""
-        ranks = np.empty(self.num_physical_experts, dtype=np.int64)
-        for rank in range(self.num_ranks):
-            ranks[self.rank_slice(rank)] = rank
-        return ranks
+        return np.repeat(np.arange(self.num_ranks), self.num_physical_R)
 
     @cached_property
     def num_replicas_LE(self) -> npt.NDArray[np.int64]:
         """Physical experts of each logical expert."""
-        return np.stack([np.bincount(row, minlength=self.num_logical_experts) for row in self.physical_to_logical_LP])
+        # Column 0 counts the empty places.
+        width = self.num_logical_experts + 1
+        flat = self.physical_to_logical_LP + 1 + np.arange(self.num_layers)[:, None] * width
+        return np.bincount(flat.ravel(), minlength=self.num_layers * width).reshape(-1, width)[:, 1:]
 
     @cached_property
     def logical_to_physical_LEC(self) -> npt.NDArray[np.int64]:
         """Physical expert id of each replica, in order of id; C is the most replicas, -1 fills up."""
         most = int(self.num_replicas_LE.max())
         table = np.full((self.num_layers, self.num_logical_experts, most), -1, dtype=np.int64)
-        for layer, row in enumerate(self.physical_to_logical_LP):
-            next_replica = np.zeros(self.num_logical_experts, dtype=np.int64)
-            for physical, logical in enumerate(row):
-                table[layer, logical, next_replica[logical]] = physical
-                next_replica[logical] += 1
+        order_LP = np.argsort(self.physical_to_logical_LP, axis=1, kind="stable")
+        logical_LP = np.take_along_axis(self.physical_to_logical_LP, order_LP, axis=1)
+        layer, index = np.nonzero(logical_LP >= 0)
+        logical = logical_LP[layer, index]
+        num_empty_L = self.num_physical_experts - self.num_replicas_LE.sum(axis=1)
+        first_LE = num_empty_L[:, None] + np.cumsum(self.num_replicas_LE, axis=1) - self.num_replicas_LE
+        table[layer, logical, index - first_LE[layer, logical]] = order_LP[layer, index]
         return table
 
     def save(self, path: Path) -> None:
@@ -127,6 +155,7 @@ class ExpertPlacement:
             "epoch": self.epoch,
             "num_logical_experts": self.num_logical_experts,
             "num_ranks": self.num_ranks,
+            "num_physical_by_rank": self.num_physical_by_rank,
             "physical_to_logical": self.physical_to_logical_LP.tolist(),
         }
         path.write_text(json.dumps(record))
@@ -138,11 +167,13 @@ class ExpertPlacement:
             record = json.loads(path.read_text())
             if record.get("format") != FORMAT:
                 raise PlacementError(f"format must be {FORMAT!r}, got {record.get('format')!r}")
+            sizes = record.get("num_physical_by_rank")
             return ExpertPlacement(
                 physical_to_logical_LP=np.asarray(record["physical_to_logical"], dtype=np.int64),
                 num_logical_experts=int(record["num_logical_experts"]),
                 num_ranks=int(record["num_ranks"]),
                 epoch=int(record["epoch"]),
+                num_physical_by_rank=None if sizes is None else tuple(int(size) for size in sizes),
             )
         except OSError as error:
             raise PlacementError(f"placement file {path}: {error.strerror}") from error

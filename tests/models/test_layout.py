@@ -11,6 +11,7 @@ from moeserve.config import ConfigError, ParallelConfig
 from moeserve.models.layout import check_layout, starting_placement
 from moeserve.testing.placements import random_placement
 from moeserve.testing.tiny_models import tiny_spec
+from moeserve_placement import ExpertPlacement
 
 
 def layout(tp: int = 1, dp: int = 1, redundant: int = 0, file: Path | None = None) -> ParallelConfig:
@@ -95,6 +96,18 @@ def test_refuses_a_placement_file_of_another_shape(
     random_placement(num_layers=num_layers, num_experts=num_experts, num_ranks=num_ranks).save(path)
     with pytest.raises(ConfigError, match=message):
         check_layout(tiny_spec(num_experts=8), layout(dp=2, file=path))
+
+
+def test_refuses_a_placement_file_with_empty_places(tmp_path: Path) -> None:
+    file = tmp_path / "placement.json"
+    spec = tiny_spec()
+    num_experts, num_layers = spec.num_experts, len(spec.moe_layer_ids)
+    row = np.append(np.arange(num_experts), -1)
+    ExpertPlacement(
+        physical_to_logical_LP=np.tile(row, (num_layers, 1)), num_logical_experts=num_experts, num_ranks=1
+    ).save(file)
+    with pytest.raises(ConfigError, match="leaves places empty"):
+        starting_placement(spec, ParallelConfig(placement_file=str(file)))
 
 
 def test_refuses_a_redundancy_the_placement_file_does_not_have(tmp_path: Path) -> None:

@@ -89,3 +89,36 @@ def test_a_bad_file_is_named(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(PlacementError, match=r"bad\.json"):
         ExpertPlacement.load(path)
+
+
+def test_ranks_may_hold_different_numbers(tmp_path: Path) -> None:
+    placement = ExpertPlacement(
+        physical_to_logical_LP=np.array([[0, 1, 2, 3, 0, 3]]),
+        num_logical_experts=4,
+        num_ranks=3,
+        num_physical_by_rank=(1, 3, 2),
+    )
+    assert [placement.rank_slice(rank) for rank in range(3)] == [slice(0, 1), slice(1, 4), slice(4, 6)]
+    assert placement.rank_of_physical_P.tolist() == [0, 1, 1, 1, 2, 2]
+    placement.save(tmp_path / "uneven.json")
+    assert ExpertPlacement.load(tmp_path / "uneven.json").num_physical_by_rank == (1, 3, 2)
+
+
+def test_places_may_stay_empty(tmp_path: Path) -> None:
+    table = np.array([[0, -1, 1, 0], [-1, 1, 0, -1]])
+    placement = ExpertPlacement(physical_to_logical_LP=table, num_logical_experts=2, num_ranks=2)
+    assert placement.num_replicas_LE.tolist() == [[2, 1], [1, 1]]
+    assert placement.logical_to_physical_LEC.tolist() == [[[0, 3], [2, -1]], [[2, -1], [1, -1]]]
+    placement.save(tmp_path / "gaps.json")
+    assert (ExpertPlacement.load(tmp_path / "gaps.json").physical_to_logical_LP == table).all()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 1, 1, 0), (3, 3, 1)])
+def test_sizes_of_ranks_must_add_up(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(PlacementError, match="num_physical_by_rank must be 3 numbers of at least 1 that sum to 6"):
+        ExpertPlacement(
+            physical_to_logical_LP=np.array([[0, 1, 2, 3, 0, 3]]),
+            num_logical_experts=4,
+            num_ranks=3,
+            num_physical_by_rank=sizes,
+        )
