@@ -2,16 +2,17 @@
 
 from fastapi import APIRouter, Request, Response
 
+from moeserve.server.answer import answer
 from moeserve.server.chat_rendering import ChatRenderer
 from moeserve.server.context import ServerContext
 from moeserve.server.errors import ApiError
 from moeserve.server.generation import Generation, GenerationPlan
 from moeserve.server.prompts import check_prompt_length, encode_chat
-from moeserve.server.rendering import AnswerHead, collect
+from moeserve.server.rendering import AnswerHead
 from moeserve.server.requests import check_stream_options, make_decode, read_priority
 from moeserve.server.sampling import build_sampling_params, check_logprobs, check_num_sequences, resolve_max_tokens
 from moeserve.server.schemas import ChatCompletionRequest
-from moeserve.server.streaming import GenerationStream, JsonResponse, until_client_gone
+from moeserve.server.streaming import until_client_gone
 from moeserve.server.unsupported import CHAT, refuse_unsupported
 
 
@@ -26,11 +27,7 @@ def build_router(context: ServerContext) -> APIRouter:
         head = AnswerHead.create("chatcmpl", model, body)
         generation = Generation(context.engine, plan, head.id)
         renderer = ChatRenderer(head, generation, context.tokenizer, has_logprobs=bool(body.logprobs))
-        if body.stream:
-            return GenerationStream(generation, renderer, include_usage=head.include_usage)
-        with generation:
-            outputs = await until_client_gone(request.receive, collect(generation))
-            return JsonResponse(renderer.whole(outputs))
+        return await answer(request, generation, renderer, stream=bool(body.stream), include_usage=head.include_usage)
 
     return router
 

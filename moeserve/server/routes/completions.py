@@ -2,16 +2,17 @@
 
 from fastapi import APIRouter, Request, Response
 
+from moeserve.server.answer import answer
 from moeserve.server.completion_rendering import CompletionRenderer
 from moeserve.server.context import ServerContext
 from moeserve.server.errors import invalid
 from moeserve.server.generation import Generation, GenerationPlan
 from moeserve.server.prompts import encode_prompts
-from moeserve.server.rendering import AnswerHead, collect
+from moeserve.server.rendering import AnswerHead
 from moeserve.server.requests import check_stream_options, make_decode, read_priority, skips_special_tokens
 from moeserve.server.sampling import build_sampling_params, check_logprobs, check_num_sequences, resolve_max_tokens
 from moeserve.server.schemas import CompletionRequest
-from moeserve.server.streaming import GenerationStream, JsonResponse, until_client_gone
+from moeserve.server.streaming import until_client_gone
 from moeserve.server.unsupported import COMPLETION, refuse_unsupported
 
 _DEFAULT_MAX_TOKENS = 16
@@ -36,11 +37,7 @@ def build_router(context: ServerContext) -> APIRouter:
             has_logprobs=body.logprobs is not None,
             skip_special_tokens=skips_special_tokens(body),
         )
-        if body.stream:
-            return GenerationStream(generation, renderer, include_usage=head.include_usage)
-        with generation:
-            outputs = await until_client_gone(request.receive, collect(generation))
-            return JsonResponse(renderer.whole(outputs))
+        return await answer(request, generation, renderer, stream=bool(body.stream), include_usage=head.include_usage)
 
     return router
 
