@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from moeserve.config import ConfigError, ParallelConfig
 
@@ -115,16 +116,18 @@ def single_rank_context(device: torch.device | None = None) -> ParallelContext:
     return ParallelContext(ParallelLayout(), device or torch.device("cpu"), tp=alone, dp=alone, ep=alone)
 
 
-def init_parallel(layout: ParallelLayout, device: torch.device, *, timeout_s: float = 1800.0) -> ParallelContext:
+def init_parallel(
+    layout: ParallelLayout, device: torch.device, *, restart_count: int = 0, timeout_s: float = 1800.0
+) -> ParallelContext:
     """Join the engine's groups: NCCL on GPUs, gloo on CPUs.
 
     The rendezvous (MASTER_ADDR, ...) is torchrun's; the default process group is made here if it is not there yet.
+    restart_count: how often torchrun has started these ranks again.
     """
     if layout.world_size == 1:
         return single_rank_context(device)
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        _init_process_group(layout, device, restart_count, timedelta(seconds=timeout_s))
     tp_ranks = [[d * layout.tp_size + t for t in range(layout.tp_size)] for d in range(layout.dp_size)]
     dp_ranks = [[d * layout.tp_size + t for d in range(layout.dp_size)] for t in range(layout.tp_size)]
     world = [list(range(layout.world_size))]
@@ -134,6 +137,18 @@ def init_parallel(layout: ParallelLayout, device: torch.device, *, timeout_s: fl
         tp=_join(tp_ranks, layout.rank),
         dp=_join(dp_ranks, layout.rank),
         ep=_join(world, layout.rank),
+    )
+
+
+def _init_process_group(layout: ParallelLayout, device: torch.device, restart_count: int, timeout: timedelta) -> None:
+    """torchrun's store may outlive its ranks: in a space of its own no life of them finds the addresses of another."""
+    store, _, _ = next(rendezvous("env://", layout.rank, layout.world_size, timeout=timeout))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"life_{restart_count}", store),  # type: ignore[attr-defined]
+        rank=layout.rank,
+        world_size=layout.world_size,
+        timeout=timeout,
     )
 
 

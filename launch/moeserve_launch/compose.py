@@ -23,7 +23,7 @@ def run_engine_rank(config: Config, model: ServableModel, place: RankEnvironment
     """Load this rank's part of the model and step until the process is ended."""
     layout = ParallelLayout.build(config.parallel, rank=place.rank, world_size=place.world_size)
     torch.set_num_threads(threads_per_rank(config.parallel, local_world_size=place.local_world_size))
-    parallel = init_parallel(layout, _device(config, place))
+    parallel = init_parallel(layout, _device(config, place), restart_count=place.restart_count)
     worker = build_worker(config, model.spec, model.folder, parallel, progress=place.rank == 0)
     channel = open_channel(parallel)
     if isinstance(channel, LeaderChannel):

@@ -146,11 +146,24 @@ def test_a_dead_frontend_ends_the_server() -> None:
         assert gone(processes)
 
 
-@pytest.mark.parametrize("layout", [("-tp", "2"), ("-dp", "2")], ids=["tp2", "dp2"])
-def test_a_killed_rank_does_not_break_a_stream(layout: tuple[str, str]) -> None:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+
+
+@pytest.mark.parametrize(
+    ("layout", "launcher"),
+    [
+        pytest.param(("-tp", "2"), (), id="tp2"),
+        pytest.param(("-dp", "2"), (), id="dp2"),
+        pytest.param(("-tp", "2"), TORCHRUN, id="tp2 under a bare torchrun"),
+    ],
+)
+def test_a_killed_rank_does_not_break_a_stream(layout: tuple[str, ...], launcher: tuple[str, ...]) -> None:
     """Sampled output goes on after the restart exactly as it would have without."""
     body = {"model": "demo", "prompt": "The captain", "max_tokens": 400, "ignore_eos": True, "seed": 11}
-    with running_server("demo", "--dtype", "float32", *layout) as server, httpx.Client(timeout=120) as http:
+    with (
+        running_server("demo", "--dtype", "float32", *layout, launcher=launcher) as server,
+        httpx.Client(timeout=120) as http,
+    ):
         expected = http.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"]
         (frontend,) = [process for process in server.processes() if "frontend" in process.cmdline()]
         text, num_chunks = "", 0
