@@ -202,6 +202,20 @@ def _bench_arbitrary_start(case: Case, report: Report) -> None:
             _row(case, "experts in order", "ours, incremental", result.balancedness_after_L, moved),
         ]
     )
+    for limit in (1, 2):
+        _bench_limited(case, current, limit, report)
+
+
+def _bench_limited(case: Case, start: ExpertPlacement, limit: int, report: Report) -> None:
+    """So few places of a rank at once: one plan after the other until none moves anything."""
+    limited = PlanSettings(max_incoming_per_layer_rank=limit)
+    result, num_plans, num_moves = plan(case.load_LE, start, case.cluster, limited), 0, 0
+    while len(result.moves):
+        num_plans, num_moves = num_plans + 1, num_moves + len(result.moves)
+        result = plan(case.load_LE, result.placement, case.cluster, limited, current_split_LP=result.split_LP)
+    planner = f"ours, {limit} of a rank at once, {num_plans} plans"
+    moved = num_moves / start.physical_to_logical_LP.size
+    report.rows.append(_row(case, "experts in order", planner, result.balancedness_after_L, moved))
 
 
 def _bench_time(repeats: int, report: Report) -> None:

@@ -14,6 +14,7 @@ from moeserve_placement.arrays import BoolArray, FloatArray, IntArray, count_rep
 from moeserve_placement.changes import Changes, best_changes
 from moeserve_placement.cluster import Cluster
 from moeserve_placement.constraints import num_crowded
+from moeserve_placement.incoming import closed_places
 from moeserve_placement.objective import Objective
 from moeserve_placement.pairs import MapState
 
@@ -38,10 +39,13 @@ def improve(
     fixed_LP: BoolArray,
     target_L: FloatArray,
     max_records: int | None = None,
+    in_force_LP: IntArray | None = None,
+    max_incoming: int | None = None,
 ) -> tuple[IntArray, FloatArray]:
     """Tables and tokens [L, P] in which layers above `target_L` came down as far as single changes bring them.
 
-    max_records: expert records that may move in all layers together; they go where they gain most.
+    max_records: expert records that may move in all layers together; they go where they gain most. max_incoming: the
+    most places of a rank that may differ from `in_force_LP` in any layer.
     """
     table_LP, tokens_LP = table_LP.copy(), tokens_LP.copy()
     level_LR = objective.level_LR(tokens_LP)
@@ -53,9 +57,13 @@ def improve(
         if not active.size or records_left <= 0:
             break
         tried = np.repeat(active, len(reaches))
+        fixed_TP = fixed_LP[tried]
+        if in_force_LP is not None and max_incoming is not None:
+            # A sweep changes one place of a rank at most, so what has room for one more keeps to the limit.
+            fixed_TP |= closed_places(in_force_LP[tried], table_LP[tried], objective.cluster, max_incoming)
         state = MapState(
             table_LP=table_LP[tried],
-            fixed_LP=fixed_LP[tried],
+            fixed_LP=fixed_TP,
             num_replicas_LE=count_replicas(table_LP[tried], load_LE.shape[1])[:, :-1],
             cost_LP=objective.cost.of_places(tokens_LP[tried]),
             level_LR=level_LR[tried],

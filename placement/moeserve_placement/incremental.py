@@ -9,6 +9,7 @@ from moeserve_placement.arrays import FloatArray, IntArray
 from moeserve_placement.enforce import fit_room, put_pins, spread
 from moeserve_placement.fresh import fresh_tables
 from moeserve_placement.improve import improve
+from moeserve_placement.incoming import fits, staged
 from moeserve_placement.moves import keep_in_place, relabel_ranks
 from moeserve_placement.placement import PlacementError
 from moeserve_placement.problem import Problem
@@ -41,6 +42,8 @@ def incremental_tables(
         fixed_LP=problem.fixed_LP(ruled_LP),
         target_L=target_L,
         max_records=records_left,
+        in_force_LP=table_LP,
+        max_incoming=problem.max_incoming,
     )
     records_left -= num_records(new_LP, ruled_LP)
     level_L = problem.objective.level_LR(tokens_LP).max(axis=1)
@@ -51,12 +54,14 @@ def incremental_tables(
 
 
 def _ruled(problem: Problem, table_LP: IntArray, start_LP: FloatArray) -> tuple[IntArray, FloatArray]:
-    """The map with room, pins and spread kept, and its tokens under the best split."""
+    """The map with room, pins and spread kept as far as the limits allow, and its tokens under the best split."""
     cluster = problem.cluster
     ruled_LP = fit_room(table_LP, start_LP, problem.room_LR, cluster)
     ruled_LP, fixed_LP = put_pins(ruled_LP, start_LP, problem.pins, problem.num_experts, cluster)
     if problem.objective.spread_over_nodes:
         ruled_LP = spread(ruled_LP, start_LP, fixed_LP, problem.num_experts, cluster)
+    if problem.max_incoming is not None:
+        ruled_LP = staged(table_LP, ruled_LP, problem.fixed_LP(ruled_LP), cluster, problem.max_incoming)
     tokens_LP = start_LP.copy()
     changed = np.flatnonzero((ruled_LP != table_LP).any(axis=1))
     if changed.size:
@@ -65,7 +70,7 @@ def _ruled(problem: Problem, table_LP: IntArray, start_LP: FloatArray) -> tuple[
 
 
 def _repack(problem: Problem, rows: IntArray, result: tuple[IntArray, IntArray, FloatArray], records_left: int) -> None:
-    """Pack these layers anew, and put into the result those that come down enough and fit the budget."""
+    """Pack these layers anew, and put into the result those that come down enough and keep to the limits."""
     table_LP, new_LP, tokens_LP = result
     part = problem.of_layers(rows)
     fresh_LP, fresh_tokens_LP = fresh_tables(part)
@@ -74,13 +79,15 @@ def _repack(problem: Problem, rows: IntArray, result: tuple[IntArray, IntArray, 
             fresh_LP, fresh_tokens_LP, table_LP[rows], problem.cluster, problem.num_experts
         )
     fresh_LP, fresh_tokens_LP = keep_in_place(fresh_LP, fresh_tokens_LP, table_LP[rows], problem.cluster)
+    fits_L = fits(table_LP[rows], fresh_LP, problem.cluster, problem.max_incoming)
     old_L = problem.objective.level_LR(tokens_LP[rows]).max(axis=1)
     new_L = problem.objective.level_LR(fresh_tokens_LP).max(axis=1)
     for index in np.argsort(new_L - old_L, kind="stable"):
         row = rows[index]
         # The moves that local search had already made in the layer are taken back.
         num_more = num_records(fresh_LP[index], table_LP[row]) - num_records(new_LP[row], table_LP[row])
-        if new_L[index] < old_L[index] * (1.0 - REPACK_GAIN) and num_more <= records_left:
+        gains = new_L[index] < old_L[index] * (1.0 - REPACK_GAIN)
+        if gains and fits_L[index] and num_more <= records_left:
             records_left -= num_more
             new_LP[row], tokens_LP[row] = fresh_LP[index], fresh_tokens_LP[index]
 

@@ -4,11 +4,12 @@ Axes: L layers, R ranks, P places, s places of a rank, M moves.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
-from moeserve_placement.arrays import FloatArray, IntArray, with_column
+from moeserve_placement.arrays import BoolArray, FloatArray, IntArray, with_column
 from moeserve_placement.cluster import Cluster
 from moeserve_placement.placement import ExpertPlacement
 
@@ -57,6 +58,21 @@ class Moves:
     @property
     def num_bytes(self) -> int:
         return len(self) * self.expert_bytes
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """JSON types: an object for each move."""
+        return [asdict(move) for move in self]
+
+    def select(self, keep_M: BoolArray) -> "Moves":
+        """Some of the moves, in the same order."""
+        return Moves(
+            layer_M=self.layer_M[keep_M],
+            logical_M=self.logical_M[keep_M],
+            source_M=self.source_M[keep_M],
+            destination_M=self.destination_M[keep_M],
+            gain_per_byte_M=self.gain_per_byte_M[keep_M],
+            expert_bytes=self.expert_bytes,
+        )
 
 
 def moves_between(

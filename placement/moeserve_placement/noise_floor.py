@@ -23,6 +23,8 @@ EXACT_UP_TO = 128
 MANY = 1e6
 """Assignments a rank above which 1 / floor - 1 only shrinks with the square root of their number."""
 
+BISECTIONS = 50
+
 
 def noise_floor(assignments_per_rank: float, num_ranks: int) -> float:
     """Expected mean / max of the rank loads of a perfect placement, in (0, 1].
@@ -46,6 +48,24 @@ def noise_floor(assignments_per_rank: float, num_ranks: int) -> float:
     # Rounded-off tail: what is missing from 1 belongs to the largest counts.
     probability_M[-1] += 1.0 - at_most_M[-1]
     return float((probability_M / most_M).sum() * num_total / num_ranks)
+
+
+def noise_ceiling(assignments_per_rank: float, num_ranks: int, false_alarm: float) -> float:
+    """Max / mean of the rank loads that a perfect placement exceeds with at most this probability, at least 1.
+
+    Chernoff's bound for a Poisson count, P(X >= n (1 + x)) <= exp(-n ((1 + x) log(1 + x) - x)), holds for the binomial
+    count of one rank too; over the ranks the probabilities add up. 1.0 where there is one rank, or nothing was routed.
+    """
+    assert 0.0 < false_alarm < 1.0
+    if num_ranks == 1 or assignments_per_rank == 0.0:
+        return 1.0
+    wanted = math.log(num_ranks / false_alarm) / assignments_per_rank
+    # (1 + x) log(1 + x) - x is at least x^2 / (2 + 2 x / 3), which is solved for x.
+    low, high = 0.0, wanted / 3.0 + math.sqrt((wanted / 3.0) ** 2 + 2.0 * wanted)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if (1.0 + middle) * math.log1p(middle) - middle < wanted else (low, middle)
+    return 1.0 + high
 
 
 def _largest_count(num_total: int, num_ranks: int) -> tuple[IntArray, FloatArray]:

@@ -10,6 +10,7 @@ import numpy as np
 from moeserve_placement.arrays import FloatArray, IntArray
 from moeserve_placement.cluster import Cluster
 from moeserve_placement.cost import CostModel, by_rank
+from moeserve_placement.settings import PlanSettings
 from moeserve_placement.split import ROUGH, Effort, balanced_tokens, even_tokens
 
 COST_ROUNDS = 2
@@ -22,6 +23,16 @@ class Objective:
     cost: CostModel
     weighted_split: bool
     spread_over_nodes: bool = False
+
+    @staticmethod
+    def of(cluster: Cluster, settings: PlanSettings) -> "Objective":
+        """What plans with these settings are judged by."""
+        return Objective(
+            cluster=cluster,
+            cost=settings.cost,
+            weighted_split=settings.split == "weighted",
+            spread_over_nodes=settings.constraints.spread_over_nodes,
+        )
 
     def tokens(
         self,

@@ -6,9 +6,11 @@ of experts fits any number of ranks.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -148,23 +150,21 @@ class ExpertPlacement:
         table[layer, logical, index - first_LE[layer, logical]] = order_LP[layer, index]
         return table
 
-    def save(self, path: Path) -> None:
-        """Write the JSON file that `load` reads."""
-        record = {
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types: what a placement file holds and an operator is shown."""
+        return {
             "format": FORMAT,
             "epoch": self.epoch,
             "num_logical_experts": self.num_logical_experts,
             "num_ranks": self.num_ranks,
-            "num_physical_by_rank": self.num_physical_by_rank,
+            "num_physical_by_rank": self.num_physical_R.tolist(),
             "physical_to_logical": self.physical_to_logical_LP.tolist(),
         }
-        path.write_text(json.dumps(record))
 
     @staticmethod
-    def load(path: Path) -> "ExpertPlacement":
-        """Read a placement file. Raises PlacementError naming the file and what is wrong with it."""
+    def from_dict(record: Mapping[str, Any]) -> "ExpertPlacement":
+        """The placement of `to_dict`; without `num_physical_by_rank` ranks share evenly. Raises PlacementError."""
         try:
-            record = json.loads(path.read_text())
             if record.get("format") != FORMAT:
                 raise PlacementError(f"format must be {FORMAT!r}, got {record.get('format')!r}")
             sizes = record.get("num_physical_by_rank")
@@ -175,7 +175,21 @@ class ExpertPlacement:
                 epoch=int(record["epoch"]),
                 num_physical_by_rank=None if sizes is None else tuple(int(size) for size in sizes),
             )
+        except PlacementError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlacementError(str(error)) from error
+
+    def save(self, path: Path) -> None:
+        """Write the JSON file that `load` reads."""
+        path.write_text(json.dumps(self.to_dict()))
+
+    @staticmethod
+    def load(path: Path) -> "ExpertPlacement":
+        """Read a placement file. Raises PlacementError naming the file and what is wrong with it."""
+        try:
+            return ExpertPlacement.from_dict(json.loads(path.read_text()))
         except OSError as error:
             raise PlacementError(f"placement file {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise PlacementError(f"placement file {path}: {error}") from error

@@ -67,8 +67,8 @@ def plan(
     fit one another.
     """
     load_LE = _checked_load(load_LE, current.num_layers, current.num_logical_experts)
-    _check_cluster(current, cluster, settings)
-    objective = _objective(cluster, settings)
+    check_cluster(current, cluster, settings)
+    objective = Objective.of(cluster, settings)
     table_LP = current.physical_to_logical_LP
     before_LP = tokens_in_force(table_LP, load_LE, current_split_LP)
     if settings.policy == "frozen":
@@ -112,7 +112,7 @@ def fresh_placement(
     settings.constraints.check(num_layers=num_layers, num_experts=num_experts, cluster=cluster)
     nowhere_LP = np.full((num_layers, cluster.num_physical_experts), -1)
     nothing_LP = np.zeros(nowhere_LP.shape)
-    _, table_LP, tokens_LP = _incremental(load_LE, nowhere_LP, nothing_LP, _objective(cluster, settings), settings)
+    _, table_LP, tokens_LP = _incremental(load_LE, nowhere_LP, nothing_LP, Objective.of(cluster, settings), settings)
     placement = ExpertPlacement(
         physical_to_logical_LP=table_LP,
         num_logical_experts=num_experts,
@@ -137,6 +137,7 @@ def _incremental(
         pin_expert_M=pins[1],
         pin_rank_M=pins[2],
         objective=objective,
+        max_incoming=settings.max_incoming_per_layer_rank,
     )
     # A byte budget is shared out over all layers, so they have to be seen together.
     at_once = num_layers if settings.budget_bytes is not None else max(1, PLACES_AT_ONCE // num_places)
@@ -180,15 +181,6 @@ def _eplb(load_LE: FloatArray, table_LP: IntArray, cluster: Cluster, settings: P
     return keep_in_place(target_LP, even_tokens(target_LP, load_LE), table_LP, cluster)[0]
 
 
-def _objective(cluster: Cluster, settings: PlanSettings) -> Objective:
-    return Objective(
-        cluster=cluster,
-        cost=settings.cost,
-        weighted_split=settings.split == "weighted",
-        spread_over_nodes=settings.constraints.spread_over_nodes,
-    )
-
-
 def _num_physical(settings: PlanSettings, num_layers: int, cluster: Cluster) -> IntArray:
     if settings.num_physical_by_layer is None:
         return np.full(num_layers, cluster.num_physical_experts)
@@ -207,7 +199,8 @@ def _checked_load(load_LE: FloatArray, num_layers: int, num_experts: int) -> Flo
     return np.asarray(load_LE, dtype=np.float64)
 
 
-def _check_cluster(current: ExpertPlacement, cluster: Cluster, settings: PlanSettings) -> None:
+def check_cluster(current: ExpertPlacement, cluster: Cluster, settings: PlanSettings) -> None:
+    """Raise PlacementError where placement, cluster and constraints do not fit one another."""
     if tuple(current.num_physical_R.tolist()) != cluster.num_physical_by_rank:
         raise PlacementError(
             f"the cluster's ranks hold {list(cluster.num_physical_by_rank)} physical experts, the placement's "

@@ -25,6 +25,8 @@ class Problem:
     pin_expert_M: IntArray
     pin_rank_M: IntArray
     objective: Objective
+    max_incoming: int | None
+    """The most places of a rank that may change in a layer."""
 
     @property
     def cluster(self) -> Cluster:

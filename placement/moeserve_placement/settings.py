@@ -27,6 +27,9 @@ class PlanSettings:
     """Bytes of one expert record; 1 counts bytes in records."""
     budget_bytes: int | None = None
     """The most a plan may move; None is no limit. EPLB policies keep to none."""
+    max_incoming_per_layer_rank: int | None = None
+    """The most places of a rank that a plan changes in a layer, for a runtime that copies into as many spare ones; None
+    is no limit. What does not fit comes with the next plan. EPLB policies keep to none."""
     num_physical_by_layer: tuple[int, ...] | None = None
     """Physical experts each layer may use, from `physical_by_layer`; None is every place."""
 
@@ -41,4 +44,8 @@ class PlanSettings:
             raise ValueError(
                 f"expert_bytes must be at least 1 and budget_bytes at least 0, got {self.expert_bytes} and "
                 f"{self.budget_bytes}"
+            )
+        if self.max_incoming_per_layer_rank is not None and self.max_incoming_per_layer_rank < 1:
+            raise ValueError(
+                f"max_incoming_per_layer_rank must be at least 1 or None, got {self.max_incoming_per_layer_rank}"
             )

@@ -9,6 +9,7 @@ from moeserve_placement import domains
 from moeserve_placement.arrays import BoolArray, FloatArray, IntArray
 from moeserve_placement.cluster import Cluster
 from moeserve_placement.fresh import fresh_tables
+from moeserve_placement.incoming import fits
 from moeserve_placement.incremental import incremental_tables, num_records
 from moeserve_placement.moves import keep_in_place
 from moeserve_placement.placement import PlacementError
@@ -105,5 +106,9 @@ def _node_by_node(
         raise PlacementError(
             f"budget_bytes must pay for the {num_records(new_LP, table_LP)} moves that bring the groups together, got "
             f"enough for {max_records}"
+        )
+    if not (table_LP < 0).all() and not fits(table_LP, new_LP, cluster, problem.max_incoming).all():
+        raise PlacementError(
+            f"max_incoming_per_layer_rank must be above {problem.max_incoming} to bring the groups together"
         )
     return new_LP, new_tokens_LP

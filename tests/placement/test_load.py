@@ -1,7 +1,6 @@
-"""Load windows, trace files and their errors, and what the tracker keeps."""
+"""Load windows, trace files and their errors."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from moeserve_placement.load import (
     trace_from_routing_counts,
     write_trace,
 )
-from moeserve_placement.tracker import LoadTracker
 
 
 def _window(start_s: float = 0.0, *, tokens: int = 4, phase: str = "decode", load: float = 1.0) -> LoadWindow:
@@ -133,59 +131,3 @@ def test_merged_windows_add_up() -> None:
     assert merged.phase == "mixed"
     assert merged.slo_shares == {"chat": 0.25}
     assert merged.assignments_per_layer == 8.0
-
-
-def test_recent_windows_reach_back_no_further_than_asked() -> None:
-    tracker = LoadTracker(keep_s=100, half_life_s=10)
-    for start in range(6):
-        tracker.observe(_window(float(start), load=float(start)))
-    assert tracker.recent("decode", seconds=2).start_s == 4.0
-    assert tracker.recent("decode", tokens=9).num_tokens == 12
-    assert tracker.recent("decode").duration_s == 6.0
-    assert tracker.recent("prefill") is None
-    assert tracker.phases == ("decode",)
-
-
-def test_old_windows_are_let_go() -> None:
-    tracker = LoadTracker(keep_s=2, half_life_s=10)
-    for start in range(10):
-        tracker.observe(_window(float(start)))
-    assert tracker.recent("decode", seconds=math.inf).start_s == 7.0
-
-
-def test_phases_are_kept_apart() -> None:
-    tracker = LoadTracker(keep_s=100, half_life_s=10)
-    tracker.observe(_window(0.0, phase="prefill", load=5.0))
-    tracker.observe(_window(0.0, phase="decode", load=1.0))
-    assert tracker.average_LE("prefill")[0, 0] == 5.0
-    assert tracker.average_LE("decode")[0, 0] == 1.0
-    assert tracker.average_LE("mixed") is None
-
-
-def test_the_average_forgets_by_half_lives() -> None:
-    tracker = LoadTracker(keep_s=1000, half_life_s=10)
-    tracker.observe(_window(0.0, load=100.0))
-    tracker.observe(_window(20.0, load=0.0))
-    # Two half-lives on, the first second counts a quarter: (100 / 4) over (1 / 4 + 1) seconds.
-    assert tracker.average_LE("decode")[0, 0] == pytest.approx(20.0)
-
-
-@PATIENT
-@given(rate=st.floats(0.1, 1e6), lengths=st.lists(st.floats(0.01, 100), min_size=1, max_size=20))
-def test_a_steady_rate_is_averaged_to_itself(rate: float, lengths: list[float]) -> None:
-    tracker = LoadTracker(keep_s=1000, half_life_s=7)
-    now = 0.0
-    for length in lengths:
-        load_LE = np.full((1, 2), rate * length)
-        tracker.observe(LoadWindow(expert_load_LE=load_LE, start_s=now, end_s=now + length, num_tokens=1))
-        now += length
-    np.testing.assert_allclose(tracker.average_LE("mixed"), rate, rtol=1e-6)
-
-
-def test_time_does_not_run_backwards() -> None:
-    tracker = LoadTracker(keep_s=1, half_life_s=1)
-    tracker.observe(_window(5.0))
-    with pytest.raises(LoadError, match=r"got 5\.0 after 6\.0"):
-        tracker.observe(_window(4.0))
-    with pytest.raises(LoadError, match="keep_s and half_life_s must be above 0"):
-        LoadTracker(keep_s=0, half_life_s=1)

@@ -221,6 +221,7 @@ def test_another_cluster_is_refused() -> None:
         ({"split": "random"}, "split must be one of weighted, even"),
         ({"goal": 0.0}, r"goal must be in \(0, 1\]"),
         ({"expert_bytes": 0}, "expert_bytes must be at least 1"),
+        ({"max_incoming_per_layer_rank": 0}, "max_incoming_per_layer_rank must be at least 1 or None, got 0"),
         ({"budget_bytes": -1}, "budget_bytes at least 0"),
     ],
 )
