@@ -36,7 +36,8 @@ def _long_functions(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            # Without the signature: a kernel's alone takes thirty lines.
+            num_lines = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
                 found.append(f"{node.lineno} {node.name}: {num_lines} lines, at most {MAX_FUNCTION_LINES}")
     return found

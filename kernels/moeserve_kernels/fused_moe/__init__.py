@@ -1,5 +1,6 @@
 """The experts of one rank: permute, two grouped projections, unpermute and weigh."""
 
 from moeserve_kernels.fused_moe.op import fused_moe
+from moeserve_kernels.fused_moe.packed import ExpertRecord, ExpertShape, PackedExperts, make_record, pack_experts
 
-__all__ = ["fused_moe"]
+__all__ = ["ExpertRecord", "ExpertShape", "PackedExperts", "fused_moe", "make_record", "pack_experts"]

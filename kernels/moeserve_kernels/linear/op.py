@@ -1,19 +1,19 @@
-"""Linear layer, weight [out, in]."""
+"""Linear layer: x W^T + b."""
 
 import torch
-from torch.nn import functional
 
-_CPU_MULTIPLIES_HALVES = torch.backends.cpu.get_cpu_capability() not in {"DEFAULT", "NO AVX", "AVX2"}
+from moeserve_kernels.linear import torch_impl
+from moeserve_kernels.linear.packed import PackedLinear
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[..., D] times [F, D] (plus [F]) to [..., F], all of one dtype.
+def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    """[..., in] to [..., out], in the dtype of x, summed in float32 by the backend the weight was packed for.
 
-    Where the CPU has no half-precision instructions, a matrix product of halves runs ten times slower than one of
-    floats, so halves are widened first and only the result is rounded. A single row is bound by reading the weight, and
-    stays as it is.
+    cpu: a row's result does not depend on the other rows, to the bit. That cannot be said of torch, whose matrix
+    products choose their order of summation by shape.
     """
-    narrow = x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not _CPU_MULTIPLIES_HALVES
-    if not narrow or x.numel() == x.shape[-1]:
-        return functional.linear(x, weight, bias)
-    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    assert x.dtype == packed.dtype, f"packed for inputs of {packed.dtype}, got {x.dtype}"
+    assert x.shape[-1] == packed.num_inputs, f"packed for {packed.num_inputs} inputs, got {tuple(x.shape)}"
+    if packed.backend == "cpu":
+        return torch.ops.moeserve.linear.default(x, packed.weight, packed.num_outputs, packed.scale, packed.bias)
+    return torch_impl.linear(x, packed.weight, packed.scale, packed.bias)

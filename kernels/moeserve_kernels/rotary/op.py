@@ -2,27 +2,32 @@
 
 import torch
 
+from moeserve_kernels.backend import Backend, choose_backend
+from moeserve_kernels.native import is_loaded
+from moeserve_kernels.rotary import torch_impl
 
-def rotary(x_THD: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, interleaved: bool) -> torch.Tensor:
+
+def rotary(
+    x_THD: torch.Tensor,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+    interleaved: bool,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
     """Rotate the first 2 R dimensions of every head; the rest passes through. Returns a new tensor of x's dtype.
 
-    interleaved: pair i is (2 i, 2 i + 1); otherwise it is (i, i + R). Computed in float32.
+    x_THD may be a view of some of the heads of a merged projection. cos_TR, sin_TR: float32. interleaved: pair i is
+    (2 i, 2 i + 1); otherwise it is (i, i + R). Computed in float32.
     """
     num_pairs = cos_TR.shape[-1]
     assert sin_TR.shape == cos_TR.shape == (x_THD.shape[0], num_pairs)
     assert 2 * num_pairs <= x_THD.shape[-1], f"{num_pairs} pairs do not fit heads of {x_THD.shape[-1]} dimensions"
-    first, second = _halves(x_THD, num_pairs, interleaved)
-    wide_first, wide_second = first.float(), second.float()
-    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    out = x_THD.clone(memory_format=torch.contiguous_format)
-    out_first, out_second = _halves(out, num_pairs, interleaved)
-    out_first.copy_(wide_first * cos_T1R - wide_second * sin_T1R)
-    out_second.copy_(wide_second * cos_T1R + wide_first * sin_T1R)
-    return out
+    chosen = choose_backend(x_THD.device, backend, has_native=is_loaded())
+    if chosen == "cpu":
+        return torch.ops.moeserve.rotary.default(x_THD, cos_TR, sin_TR, interleaved)
+    if chosen == "triton":
+        from moeserve_kernels.rotary import triton as triton_impl
 
-
-def _halves(x_THD: torch.Tensor, num_pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the first and the second members of the pairs."""
-    if interleaved:
-        return x_THD[..., 0 : 2 * num_pairs : 2], x_THD[..., 1 : 2 * num_pairs : 2]
-    return x_THD[..., :num_pairs], x_THD[..., num_pairs : 2 * num_pairs]
+        return triton_impl.rotary(x_THD, cos_TR, sin_TR, interleaved)
+    return torch_impl.rotary(x_THD, cos_TR, sin_TR, interleaved)

@@ -1,84 +1,60 @@
 """Sampling by the Gumbel-max trick: argmax(logits / temperature + noise) is a draw from the softmax.
 
 The noise is a hash of (seed, position, token id), so a request draws the same tokens alone, in any batch, on any rank
-and after a restart. Every row has its own parameters; a filter costs nothing where no row asks for it.
+and after a restart. Every row has its own parameters.
 """
 
 import torch
 
-# Weyl increments and the finaliser of splitmix64 (Steele, Lea, Flood 2014; Stafford's variant 13), as signed 64 bits.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_UNIFORM_BITS = 52
-"""(k + 1/2) / 2 ** 52 is exact in float64 and never 0 or 1."""
-_NUM_CANDIDATES = 256
-"""So many best tokens decide nearly every top_k and top_p, at a fraction of the time of sorting a vocabulary."""
-
-
-def gumbel_noise(seed_R: torch.Tensor, position_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[R, V] float32 of standard Gumbel noise, a pure function of (seed, position, token id).
-
-    seed_R, position_R: int64; position is the place in the sequence of the token to be drawn.
-    """
-    assert seed_R.dtype == position_R.dtype == torch.int64
-    assert seed_R.shape == position_R.shape
-    key_R = _mix_(_mix_(seed_R + _GOLDEN) + position_R * _GOLDEN)
-    token_ids_V = torch.arange(1, vocab_size + 1, device=seed_R.device)
-    hashed_RV = _mix_(key_R.unsqueeze(1) + token_ids_V * _GOLDEN)
-    bits_RV = _shift_right(hashed_RV, 64 - _UNIFORM_BITS, out=hashed_RV)
-    uniform_RV = bits_RV.double().add_(0.5).mul_(2.0**-_UNIFORM_BITS)
-    exponential_RV = uniform_RV.log_().neg_().float()  # the step that needs the digits near u = 1
-    return exponential_RV.log_().neg_()
+from moeserve_kernels.backend import Backend, choose_backend
+from moeserve_kernels.native import is_loaded
+from moeserve_kernels.sampling import torch_impl
 
 
 def apply_penalties(
     logits_RV: torch.Tensor,
     *,
-    output_counts_RV: torch.Tensor,
-    in_prompt_RV: torch.Tensor,
-    presence_penalty_R: torch.Tensor,
-    frequency_penalty_R: torch.Tensor,
-    repetition_penalty_R: torch.Tensor,
-) -> torch.Tensor:
-    """New logits with the penalties of each row; a row of neutral penalties (0, 0, 1) keeps its logits.
+    rows_r: torch.Tensor,
+    token_ids: torch.Tensor,
+    start_loc: torch.Tensor,
+    num_prompt_tokens_r: torch.Tensor,
+    presence_penalty_r: torch.Tensor,
+    frequency_penalty_r: torch.Tensor,
+    repetition_penalty_r: torch.Tensor,
+    backend: Backend | None = None,
+) -> None:
+    """Change the rows `rows_r` of the float32 logits in place; tokens that a row has not seen keep their logits.
 
-    repetition: logits of tokens of prompt or output are divided by it where positive, multiplied where negative
-    (arXiv 1909.05858). presence is taken once, frequency for every occurrence, from tokens of the output.
-    output_counts_RV: occurrences in the output so far; in_prompt_RV: bool.
+    token_ids[start_loc[i] : start_loc[i + 1]] are the tokens of row rows_r[i], the first num_prompt_tokens_r[i] of them
+    its prompt, the others its output; all are int64 and in the vocabulary. repetition: logits of tokens of prompt or
+    output are divided by it where positive, multiplied where negative (arXiv 1909.05858). presence is taken once,
+    frequency for every occurrence, from tokens of the output.
     """
-    assert output_counts_RV.shape == in_prompt_RV.shape == logits_RV.shape
-    seen_RV = in_prompt_RV | (output_counts_RV > 0)
-    repetition_R1 = repetition_penalty_R.unsqueeze(1)
-    repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
-    out_RV = torch.where(seen_RV, repeated_RV, logits_RV)
-    return (
-        out_RV
-        - frequency_penalty_R.unsqueeze(1) * output_counts_RV
-        - presence_penalty_R.unsqueeze(1) * (output_counts_RV > 0)
+    assert logits_RV.dtype == torch.float32
+    assert start_loc.shape == (len(rows_r) + 1,)
+    chosen = choose_backend(logits_RV.device, backend, has_native=is_loaded())
+    if chosen == "cpu":
+        torch.ops.moeserve.apply_penalties.default(
+            logits_RV,
+            rows_r,
+            token_ids,
+            start_loc,
+            num_prompt_tokens_r,
+            presence_penalty_r,
+            frequency_penalty_r,
+            repetition_penalty_r,
+        )
+        return
+    torch_impl.apply_penalties(
+        logits_RV,
+        rows_r=rows_r,
+        token_ids=token_ids,
+        start_loc=start_loc,
+        num_prompt_tokens_r=num_prompt_tokens_r,
+        presence_penalty_r=presence_penalty_r,
+        frequency_penalty_r=frequency_penalty_r,
+        repetition_penalty_r=repetition_penalty_r,
     )
-
-
-def filter_logits(
-    logits_RV: torch.Tensor, *, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
-) -> torch.Tensor:
-    """Logits with every token outside the row's filters at -inf; at least the best token stays.
-
-    top_k: the k best (0: all). top_p: of those, the smallest set of best tokens whose mass is at least top_p. min_p: of
-    those, tokens at least min_p times as likely as the best. Lower ids win ties at the edge of top_k and top_p.
-    """
-    cut_rows = (((top_k_R > 0) & (top_k_R < logits_RV.shape[1])) | (top_p_R < 1.0)).nonzero().squeeze(1)
-    for width in (min(_NUM_CANDIDATES, logits_RV.shape[1]), logits_RV.shape[1]):
-        if len(cut_rows) > 0:
-            kept_rV, decided_r = _cut(logits_RV[cut_rows], width, top_k_R[cut_rows], top_p_R[cut_rows])
-            logits_RV = logits_RV.index_copy(0, cut_rows[decided_r], kept_rV[decided_r])
-            cut_rows = cut_rows[~decided_r]
-    floored_rows = (min_p_R > 0.0).nonzero().squeeze(1)
-    if len(floored_rows) > 0:
-        logits_rV = logits_RV[floored_rows]
-        floor_r1 = logits_rV.amax(dim=1, keepdim=True) + min_p_R[floored_rows].log().unsqueeze(1)
-        logits_RV = logits_RV.index_copy(0, floored_rows, logits_rV.masked_fill(logits_rV < floor_r1, -torch.inf))
-    return logits_RV
 
 
 def sample(
@@ -90,63 +66,41 @@ def sample(
     min_p_R: torch.Tensor,
     seed_R: torch.Tensor,
     position_R: torch.Tensor,
+    backend: Backend | None = None,
 ) -> torch.Tensor:
     """Token ids [R], int64. Rows of temperature 0 take the most likely token, the lowest id where several are.
 
-    logits_RV: float32, penalties and biases applied. Temperature comes first, then `filter_logits`, then the noise.
+    logits_RV: float32, penalties and biases applied. temperature, top_p and min_p are float32; top_k, seed and position
+    (the place in the sequence of the token to be drawn) int64. Temperature comes first, then top_k: the k best tokens
+    (0: all); then top_p: of those, the smallest set of best tokens whose mass is at least top_p; then min_p: of those,
+    tokens at least min_p times as likely as the best; then the noise. Lower ids win ties at the edge of top_k and
+    top_p; the best token always stays.
     """
-    random_rows = (temperature_R > 0.0).nonzero().squeeze(1)
-    if len(random_rows) > 0:
-        scaled_rV = logits_RV[random_rows] / temperature_R[random_rows].unsqueeze(1)
-        kept_rV = filter_logits(
-            scaled_rV, top_k_R=top_k_R[random_rows], top_p_R=top_p_R[random_rows], min_p_R=min_p_R[random_rows]
+    assert logits_RV.dtype == torch.float32
+    assert seed_R.dtype == position_R.dtype == torch.int64
+    chosen = choose_backend(logits_RV.device, backend, has_native=is_loaded())
+    if chosen == "cpu":
+        return torch.ops.moeserve.sample.default(
+            logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R
         )
-        noise_rV = gumbel_noise(seed_R[random_rows], position_R[random_rows], logits_RV.shape[1])
-        logits_RV = logits_RV.index_copy(0, random_rows, kept_rV + noise_rV)
-    return _lowest_argmax(logits_RV)
+    if chosen == "triton":
+        from moeserve_kernels.sampling import triton as triton_impl
 
-
-def _cut(
-    logits_RV: torch.Tensor, width: int, top_k_R: torch.Tensor, top_p_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits after top_k and top_p, whether the row's `width` best tokens were enough to tell)."""
-    vocab_size = logits_RV.shape[1]
-    best_RC = logits_RV.topk(width, dim=1).values
-    limit_R1 = torch.where(top_k_R > 0, top_k_R.clamp(max=vocab_size), vocab_size).unsqueeze(1)
-    in_top_k_RC = torch.arange(width, device=logits_RV.device) < limit_R1
-    powers_RC = (best_RC - best_RC[:, :1]).exp().double() * in_top_k_RC
-    everything_R1 = (logits_RV - best_RC[:, :1]).exp().sum(dim=1, keepdim=True, dtype=torch.float64)
-    total_R1 = torch.where(limit_R1 < vocab_size, powers_RC.sum(dim=1, keepdim=True), everything_R1)
-    mass_before_RC = (powers_RC.cumsum(dim=1) - powers_RC) / total_R1
-    in_top_p_RC = (mass_before_RC < top_p_R.unsqueeze(1)) | (top_p_R >= 1.0).unsqueeze(1)
-    num_kept_R1 = (in_top_k_RC & in_top_p_RC).sum(dim=1, keepdim=True).clamp(min=1)
-    decided_R1 = (limit_R1 <= width) | ((limit_R1 == vocab_size) & (num_kept_R1 < width))
-    return _keep_best(logits_RV, best_RC.gather(1, num_kept_R1 - 1), num_kept_R1), decided_R1.squeeze(1)
-
-
-def _keep_best(logits_RV: torch.Tensor, worst_kept_R1: torch.Tensor, num_kept_R1: torch.Tensor) -> torch.Tensor:
-    """-inf for all but the num_kept best tokens, the lowest ids of those that are equal to the worst of them."""
-    above_RV = logits_RV > worst_kept_R1
-    equal_RV = logits_RV == worst_kept_R1
-    num_equal_kept_R1 = num_kept_R1 - above_RV.sum(dim=1, keepdim=True)
-    kept_RV = above_RV | (equal_RV & (equal_RV.cumsum(dim=1) <= num_equal_kept_R1))
-    return logits_RV.masked_fill(~kept_RV, -torch.inf)
-
-
-def _lowest_argmax(x_RV: torch.Tensor) -> torch.Tensor:
-    """torch.argmax does not say which of equal maxima it returns."""
-    ids_V = torch.arange(x_RV.shape[1], device=x_RV.device)
-    return torch.where(x_RV == x_RV.amax(dim=1, keepdim=True), ids_V, x_RV.shape[1]).amin(dim=1)
-
-
-def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 64 bits in which every input bit reaches every output bit, in place. Products wrap around."""
-    shifted = torch.empty_like(x)
-    x.bitwise_xor_(_shift_right(x, 30, out=shifted)).mul_(_MIX_1)
-    x.bitwise_xor_(_shift_right(x, 27, out=shifted)).mul_(_MIX_2)
-    return x.bitwise_xor_(_shift_right(x, 31, out=shifted))
-
-
-def _shift_right(x: torch.Tensor, bits: int, *, out: torch.Tensor) -> torch.Tensor:
-    """Logical shift: torch's own copies the sign bit in."""
-    return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
+        return triton_impl.sample(
+            logits_RV,
+            temperature_R=temperature_R,
+            top_k_R=top_k_R,
+            top_p_R=top_p_R,
+            min_p_R=min_p_R,
+            seed_R=seed_R,
+            position_R=position_R,
+        )
+    return torch_impl.sample(
+        logits_RV,
+        temperature_R=temperature_R,
+        top_k_R=top_k_R,
+        top_p_R=top_p_R,
+        min_p_R=min_p_R,
+        seed_R=seed_R,
+        position_R=position_R,
+    )

@@ -1,8 +1,12 @@
 """Top-k choice of experts: plain (Mixtral, Qwen, OLMoE, gpt-oss) and group-limited (DeepSeek, arXiv 2405.04434)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+
+from moeserve_kernels.backend import Backend, choose_backend
+from moeserve_kernels.native import is_loaded
+from moeserve_kernels.topk_routing import torch_impl
 
 Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
 GroupScore = Literal["max", "top2_sum"]
@@ -19,41 +23,47 @@ def topk_routing(
     num_selected_groups: int = 1,
     group_score: GroupScore = "max",
     correction_bias_E: torch.Tensor | None = None,
+    load_E: torch.Tensor | None = None,
+    num_real_tokens: int | None = None,
+    backend: Backend | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (weights_TK float32, expert_ids_TK int64), best expert first.
 
     scoring: softmax or sigmoid over all experts, then the choice; or the choice by logits, then a softmax over the
-    chosen. correction_bias_E is added to the scores for the choice and not for the weights. With num_groups > 1 (equal
-    groups of neighbours) only the experts of the num_selected_groups best groups can be chosen; a group's score is that
-    of its best expert, or the sum of its two best. renormalize: weights sum to 1 before scaling_factor.
+    chosen. correction_bias_E (float32) is added to the scores for the choice and not for the weights. With
+    num_groups > 1 (equal groups of neighbours) only the experts of the num_selected_groups best groups can be chosen; a
+    group's score is that of its best expert, or the sum of its two best. renormalize: weights sum to 1 before
+    scaling_factor. load_E (int64) is an accumulator: each of the K choices of a token adds 1 to its expert. Rows that
+    only fill up a batch stand behind the real ones: of num_real_tokens rows (default: all) the choices are counted, the
+    rows behind them are routed as well and not counted.
     """
     num_experts = logits_TE.shape[1]
     assert 1 <= top_k <= num_experts
     assert num_experts % num_groups == 0
     assert 1 <= num_selected_groups <= num_groups
+    assert group_score == "max" or num_groups == 1 or num_experts >= 2 * num_groups, "a group needs two experts"
     assert top_k <= num_selected_groups * (num_experts // num_groups), "the selected groups hold too few experts"
-    logits_TE = logits_TE.float()
-    if scoring == "topk_softmax":
-        best_TK, expert_ids_TK = logits_TE.topk(top_k, dim=-1)
-        return best_TK.softmax(dim=-1) * scaling_factor, expert_ids_TK
-    scores_TE = logits_TE.softmax(dim=-1) if scoring == "softmax" else logits_TE.sigmoid()
-    choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E.float()
-    if num_groups > 1:
-        choice_TE = _mask_groups(choice_TE, num_groups, num_selected_groups, group_score)
-    expert_ids_TK = choice_TE.topk(top_k, dim=-1).indices
-    weights_TK = scores_TE.gather(1, expert_ids_TK)
-    if renormalize:
-        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
-    return weights_TK * scaling_factor, expert_ids_TK
+    assert load_E is None or (load_E.dtype == torch.int64 and load_E.shape == (num_experts,))
+    num_counted = len(logits_TE) if num_real_tokens is None else num_real_tokens
+    assert 0 <= num_counted <= len(logits_TE)
+    chosen = choose_backend(logits_TE.device, backend, has_native=is_loaded())
+    options: dict[str, Any] = {
+        "top_k": top_k,
+        "scoring": scoring,
+        "renormalize": renormalize,
+        "scaling_factor": scaling_factor,
+        "num_groups": num_groups,
+        "num_selected_groups": num_selected_groups,
+        "group_score": group_score,
+        "correction_bias_E": correction_bias_E,
+    }
+    if chosen == "cpu":
+        return torch.ops.moeserve.topk_routing.default(logits_TE, *options.values(), load_E, num_counted)
+    if chosen == "triton":
+        from moeserve_kernels.topk_routing import triton as triton_impl
 
-
-def _mask_groups(
-    choice_TE: torch.Tensor, num_groups: int, num_selected_groups: int, group_score: GroupScore
-) -> torch.Tensor:
-    """-inf for every expert outside the token's best groups."""
-    grouped_TGE = choice_TE.view(len(choice_TE), num_groups, choice_TE.shape[1] // num_groups)
-    best_TGK = grouped_TGE.topk(1 if group_score == "max" else 2, dim=-1).values
-    selected_TG = best_TGK.sum(dim=-1).topk(num_selected_groups, dim=-1).indices
-    masked_TG = torch.ones(grouped_TGE.shape[:2], dtype=torch.bool, device=choice_TE.device)
-    masked_TG.scatter_(1, selected_TG, False)
-    return grouped_TGE.masked_fill(masked_TG.unsqueeze(-1), -torch.inf).flatten(1)
+        return triton_impl.topk_routing(logits_TE, **options, load_E=load_E, num_real_tokens=num_counted)
+    weights_TK, expert_ids_TK = torch_impl.topk_routing(logits_TE, **options)
+    if load_E is not None:
+        load_E += torch.bincount(expert_ids_TK[:num_counted].flatten(), minlength=num_experts)
+    return weights_TK, expert_ids_TK
