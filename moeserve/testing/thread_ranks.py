@@ -1,7 +1,7 @@
 """Ranks as threads of one process: collectives without a process group, fast enough for property-based tests."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -54,33 +54,43 @@ class ThreadGroup(Group):
     """A group whose members are threads; notes the collectives it was asked for."""
 
     def __init__(self, exchange: "_Exchange", rank: int) -> None:
-        super().__init__(None, size=1, rank=0)
-        self.size = exchange.size
-        self.rank = rank
+        transport = _ThreadTransport(exchange, rank)
+        super().__init__(transport if exchange.size > 1 else None, size=exchange.size, rank=rank)
+        self.calls = transport.calls
+
+
+class _ThreadTransport:
+    """Tensors handed from thread to thread."""
+
+    name = "threads"
+
+    def __init__(self, exchange: "_Exchange", rank: int) -> None:
         self.calls: list[str] = []
         self._exchange = exchange
+        self._rank = rank
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self.size > 1 and x.numel() > 0:
-            self.calls.append("all_reduce")
-            x.copy_(torch.stack(self._swap(x.clone())).sum(dim=0))
-        return x
+    def barrier(self) -> None:
+        self._swap("barrier", None)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        if self.size > 1:
-            self.calls.append("all_gather")
-        return torch.stack(self._swap(x))
+    def all_reduce(self, x: torch.Tensor) -> None:
+        x.copy_(torch.stack(self._swap("all_reduce", x.clone())).sum(dim=0))
 
-    def all_to_all(self, x: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
-        if self.size > 1:
-            self.calls.append("all_to_all")
+    def all_gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        for out, gathered in zip(outs, zip(*self._swap("all_gather", xs), strict=True), strict=True):
+            torch.stack(gathered, out=out)
+
+    def all_to_all(self, x: torch.Tensor, send_counts: list[int], out: torch.Tensor, receive_counts: list[int]) -> None:
         assert sum(send_counts) == x.shape[0]
-        received = [pieces[self.rank] for pieces in self._swap(torch.split(x, send_counts))]
+        received = [pieces[self._rank] for pieces in self._swap("all_to_all", torch.split(x, send_counts))]
         assert [piece.shape[0] for piece in received] == receive_counts, "sender and receiver disagree"
-        return torch.cat(received)
+        torch.cat(received, out=out)
 
-    def _swap(self, value: T) -> list[T]:
-        return self._exchange.swap(self.rank, value)
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.stack([addends[self._rank] for addends in self._swap("reduce_scatter", x)]).sum(dim=0))
+
+    def _swap(self, call: str, value: T) -> list[T]:
+        self.calls.append(call)
+        return self._exchange.swap(self._rank, value)
 
 
 class _Exchange:

@@ -1,87 +1,18 @@
-"""Dispatch tokens to the ranks of their experts, and combine what the experts made of them.
+"""Dispatch by all-to-all: every (token, expert) row travels to the rank of its expert and back.
 
-Between the two stands a frozen record of how the rows travelled; the experts in between see rows with local expert ids
-and never learn which transport ran.
-
-Axes: T tokens of this DP replica, N those of them this rank sends, K top-k, D model width, P physical experts of the
-EP group, p those of this rank, R rows routed to this rank.
+Axes as in `moeserve.experts.dispatcher.interface`; N those of the T tokens that this rank sends, P physical experts
+of the EP group, p those of this rank.
 """
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeVar
 
 import torch
 
+from moeserve.experts.dispatcher.interface import ExpertInput
 from moeserve.experts.placement_tables import PlacementTables
-from moeserve.parallel import Group, ParallelContext, shard_range
+from moeserve.parallel import ParallelContext, shard_range
 from moeserve_kernels import moe_align
-
-RecordT = TypeVar("RecordT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ExpertInput:
-    """Rows for this rank's experts: each row goes through its k experts and comes back as their weighted sum."""
-
-    hidden_RD: torch.Tensor
-    weights_RK: torch.Tensor
-    """float32."""
-    expert_ids_RK: torch.Tensor
-    """int64, places in this rank's expert store; -1: not ours, adds nothing."""
-
-
-class ExpertDispatcher(Protocol[RecordT]):
-    """One transport. Every rank of the EP group calls dispatch and combine of every layer in the same order."""
-
-    def dispatch(
-        self,
-        hidden_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        expert_ids_TK: torch.Tensor,
-        tables: PlacementTables,
-    ) -> tuple[ExpertInput, RecordT]:
-        """Bring the replica's tokens to their experts.
-
-        hidden_TD, weights_TK and the logical expert_ids_TK are the same on all tp ranks of the replica; T may be 0.
-        """
-        ...
-
-    def combine(self, output_RD: torch.Tensor, record: RecordT, partial_TD: torch.Tensor | None) -> torch.Tensor:
-        """Bring the experts' output back: [T, D], the same on all tp ranks of the replica.
-
-        partial_TD: this tp rank's addend of another sum over tp (the shared experts'), taken along so that both sums
-        cost one all-reduce; it is consumed.
-        """
-        ...
-
-
-def build_dispatcher(parallel: ParallelContext) -> ExpertDispatcher[Any]:
-    """The transport of a layout: tokens travel only where DP replicas hold different ones."""
-    return ReplicatedDispatcher(parallel.tp) if parallel.layout.dp_size == 1 else AllToAllDispatcher(parallel)
-
-
-class ReplicatedDispatcher:
-    """All ranks hold all tokens: each computes its own experts, and one all-reduce adds them up.
-
-    A rank alone is the base case: it owns every expert, and the all-reduce is the identity.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def dispatch(
-        self,
-        hidden_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        expert_ids_TK: torch.Tensor,
-        tables: PlacementTables,
-    ) -> tuple[ExpertInput, None]:
-        local_TK = tables.choose_local(expert_ids_TK, first_row=0)
-        return ExpertInput(hidden_RD=hidden_TD, weights_RK=weights_TK, expert_ids_RK=local_TK), None
-
-    def combine(self, output_RD: torch.Tensor, record: None, partial_TD: torch.Tensor | None) -> torch.Tensor:
-        return self._group.all_reduce(output_RD if partial_TD is None else partial_TD.add_(output_RD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,6 +49,7 @@ class AllToAllDispatcher:
         weights_TK: torch.Tensor,
         expert_ids_TK: torch.Tensor,
         tables: PlacementTables,
+        num_tokens_by_dp_rank: tuple[int, ...],
     ) -> tuple[ExpertInput, AllToAllRecord]:
         num_tokens, top_k = expert_ids_TK.shape
         sent = shard_range(num_tokens, self._tp.size, self._tp.rank)
@@ -155,7 +87,9 @@ class AllToAllDispatcher:
     def combine(self, output_RD: torch.Tensor, record: AllToAllRecord, partial_TD: torch.Tensor | None) -> torch.Tensor:
         returned_RD = self._ep.all_to_all(output_RD, record.num_received_from, record.num_sent_to)
         # Back in (token, k) order before the sum: its rounding then does not depend on the placement.
-        by_assignment = torch.empty_like(returned_RD).index_copy_(0, record.assignment_of_row, returned_RD)
+        rows = torch.arange(len(returned_RD), device=returned_RD.device)
+        row_of_assignment = torch.empty_like(rows).scatter_(0, record.assignment_of_row, rows)
+        by_assignment = returned_RD.index_select(0, row_of_assignment)
         expert_outputs_NKD = by_assignment.view(*record.weights_NK.shape, output_RD.shape[1]).float()
         routed_ND = torch.bmm(record.weights_NK[:, None], expert_outputs_NKD).squeeze(1)
         if partial_TD is None:
