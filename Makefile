@@ -31,8 +31,8 @@ check: $(VENV)/.dev  ## style, types, import directions, sizes
 	$(BIN)/lint-imports
 	$(BIN)/python tools/size_report.py
 
-bench: $(VENV)/.dev  ## a first figure for this machine
-	$(BIN)/python benchmarks/bench_serve.py --quick
+bench: $(VENV)/.dev  ## moeserve beside transformers on a small model, in a minute
+	$(BIN)/python -m benchmarks.peers --quick
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

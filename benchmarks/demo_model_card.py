@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from demo_corpus import Domain
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
+
+from benchmarks.demo_corpus import Domain
 
 WINDOW_TOKENS = 512
 WINDOWS_PER_BATCH = 8

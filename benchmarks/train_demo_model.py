@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_corpus import END_OF_TEXT, IM_END, BatchSampler, Domain, load_domains, train_tokenizer
-from demo_model_card import TrainingRecord, evaluate, held_out_windows, write_card
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks.demo_corpus import END_OF_TEXT, IM_END, BatchSampler, Domain, load_domains, train_tokenizer
+from benchmarks.demo_model_card import TrainingRecord, evaluate, held_out_windows, write_card
 
 SEED = 20
 VOCAB_SIZE = 4096
