@@ -5,6 +5,7 @@ never written back.
 """
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8")
+KV_CACHE_DTYPES = (*DTYPES, "fp8", "int8")
+PLACEMENT_POLICIES = ("incremental", "frozen")
 
 
 class ConfigError(ValueError):
@@ -28,6 +32,8 @@ class ModelConfig:
     """Names the API answers to; default: the model as it was given."""
     dtype: str = "auto"
     """auto = the checkpoint's."""
+    quantization: str = "none"
+    """How linear layers and experts keep their weights: as `dtype`, or int8 with a scale for each output channel."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; default: the model's own context."""
     device: str = "auto"
@@ -36,6 +42,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"model.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            accepted = ", ".join(QUANTIZATIONS)
+            raise ConfigError(f"model.quantization must be one of {accepted}, got {self.quantization!r}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"model.device must be auto, cpu or cuda, got {self.device!r}")
         if self.max_model_len is not None:
@@ -71,6 +80,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
+    kv_cache_dtype: str = "auto"
+    """auto = the type the model computes in; fp8 (e4m3) and int8 keep a float32 scale for each token and head."""
     block_size: int = 16
     kv_cache_memory: int | None = None
     """Bytes of KV cache of each rank; default: `memory_fraction` of the memory free after loading."""
@@ -79,6 +90,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            accepted = ", ".join(KV_CACHE_DTYPES)
+            raise ConfigError(f"cache.kv_cache_dtype must be one of {accepted}, got {self.kv_cache_dtype!r}")
         _at_least("cache.block_size", self.block_size, 1)
         if self.kv_cache_memory is not None:
             _at_least("cache.kv_cache_memory", self.kv_cache_memory, 1)
@@ -99,12 +113,51 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementConfig:
+    """How experts move while the server runs."""
+
+    policy: str = "incremental"
+    """incremental: follow the load; frozen: nothing moves but what an operator orders."""
+    window_s: float = 5.0
+    """Seconds of steps in one load report."""
+    num_windows: int = 4
+    """Load windows that a plan is made on, that confirm it, and that its gain is measured over."""
+    spare_places: int = 1
+    """Room in each layer of each rank for experts that come; 0: only the split between replicas follows the load."""
+    copy_bytes_per_s: float = 2.0**30
+    """Most that one rank may send or receive a second while a migration runs."""
+    budget_bytes_per_s: float = 2.0**28
+    """Bytes a second that migrations may copy in the long run, all ranks together."""
+    horizon_s: float = 600.0
+    """How long a load is expected to last: the time over which a gain must pay for its migration."""
+    hysteresis: float = 2.0
+    """A migration's gain over the horizon must be this many times its cost."""
+    least_gain: float = 0.01
+    """Share of step time that a migration must save."""
+    hold_off_s: float = 300.0
+    """Pause after a rollback or a failure; it doubles each time until a migration keeps its promise."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in PLACEMENT_POLICIES:
+            accepted = ", ".join(PLACEMENT_POLICIES)
+            raise ConfigError(f"placement.policy must be one of {accepted}, got {self.policy!r}")
+        _at_least("placement.num_windows", self.num_windows, 1)
+        _at_least("placement.spare_places", self.spare_places, 0)
+        for name in ("hysteresis", "least_gain", "hold_off_s"):
+            _finite(f"placement.{name}", getattr(self, name), above_zero=name == "hysteresis")
+        for name in ("window_s", "copy_bytes_per_s", "budget_bytes_per_s", "horizon_s"):
+            _finite(f"placement.{name}", getattr(self, name), above_zero=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     engine_port: int | None = None
     """Port where the replicas reach the frontend; default: port + 1."""
     api_key: str | None = None
+    admin_key: str | None = None
+    """Bearer token of operators: where one is set, nobody else may change how the server runs."""
     max_num_waiting: int = 1024
     """Most unfinished requests in the whole server; more are refused with 429."""
     max_body_bytes: int = 16 * 1024 * 1024
@@ -132,6 +185,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
@@ -219,6 +273,11 @@ def _describe(hint: Any) -> str:
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise ConfigError(f"{name} must be at least {low}, got {value}")
+
+
+def _finite(name: str, value: float, *, above_zero: bool) -> None:
+    if not math.isfinite(value) or value < 0 or (above_zero and value == 0):
+        raise ConfigError(f"{name} must be {'above' if above_zero else 'at least'} 0, got {value}")
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:

@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from moeserve.config import CacheConfig, Config, ConfigError, ModelConfig, SchedulerConfig, config_from_dict
@@ -29,7 +29,10 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.parallel import single_rank_context
 from moeserve.tokenizer import Tokenizer, load_tokenizer
 from moeserve.worker.channel import LeaderChannel
+from moeserve.worker.device import load_native_kernels, resolve_device
 from moeserve.worker.worker import LeaderExecutor, build_worker
+
+logger = logging.getLogger(__name__)
 
 _SECTIONS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
 
@@ -107,7 +110,11 @@ class LLM:
         config = _config_of({"model": model, "dtype": dtype} | settings)
         folder = resolve_model_folder(model)
         spec = read_model_spec(folder)
-        parallel = single_rank_context(_resolve_device(config.model.device))
+        device = resolve_device(config.model.device)
+        reason = load_native_kernels(device)
+        if reason is not None:
+            logger.warning("%s", reason)
+        parallel = single_rank_context(device)
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self._config = config
         self._spec = spec
@@ -232,12 +239,6 @@ def _config_of(settings: Mapping[str, Any]) -> Config:
             raise ConfigError(f"unknown setting {name!r} of LLM; there are {', '.join(known)}")
         sections.setdefault(section, {})[name] = value
     return config_from_dict(sections)
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def _one_for_each(

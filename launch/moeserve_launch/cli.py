@@ -1,4 +1,4 @@
-"""The command line: `moeserve serve | chat | complete`, and the frontend process that `serve` starts for itself.
+"""The command line: `moeserve serve | chat | complete | placement`, and the frontend that `serve` starts for itself.
 
 Exit codes: 0 done, 1 an error the user can mend (one line on stderr), 2 a command line that cannot be read.
 """
@@ -12,6 +12,7 @@ from importlib.metadata import version
 from moeserve.config import Config, ConfigError
 from moeserve_launch.arguments import add_serve_arguments, config_from_arguments
 from moeserve_launch.client import add_client_arguments, run_chat, run_complete
+from moeserve_launch.placement_cli import add_placement_commands
 from moeserve_launch.topology import RankEnvironment
 
 
@@ -47,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system message to begin with")
     add_client_arguments(chat)
     chat.set_defaults(run=run_chat)
+
+    placement = commands.add_parser("placement", help="expert placement: replay loads, ask for advice")
+    add_placement_commands(placement)
 
     frontend = commands.add_parser("frontend", help="the HTTP process of `serve` (reads its orders from stdin)")
     frontend.set_defaults(run=_run_frontend)

@@ -58,14 +58,32 @@ def _lines() -> Iterator[str]:
             yield line
 
 
+def call_server(url: str, path: str, *, key: str | None = None, body: Any = None, method: str | None = None) -> Any:
+    """The open response; POST where there is a body, unless said otherwise. Raises ConnectionError with what it said.
+
+    url: the server's, with or without /v1. key: sent as a bearer token.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(base + path, data=data, method=method)
+        request.add_header("Content-Type", "application/json")
+        if key:
+            request.add_header("Authorization", f"Bearer {key}")
+        return urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:
+        raise ConnectionError(f"{base}{path}: {_error_message(error)}") from error
+    except (urllib.error.URLError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConnectionError(f"no server at {base}: {reason}") from error
+
+
 class _Client:
     """The few calls of the OpenAI API that a terminal needs."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self._url = arguments.url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if arguments.api_key:
-            self._headers["Authorization"] = f"Bearer {arguments.api_key}"
+        self._url = arguments.url
+        self._key = arguments.api_key
         self._settings = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
         if arguments.seed is not None:
             self._settings["seed"] = arguments.seed
@@ -74,7 +92,7 @@ class _Client:
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed answer. Raises ConnectionError with what the server said."""
         payload = {"model": self.model, "stream": True, **self._settings, **body}
-        with self._open(path, payload) as response:
+        with call_server(self._url, path, key=self._key, body=payload) as response:
             for raw in response:
                 line = raw.decode().strip()
                 if not line.startswith("data: ") or line == "data: [DONE]":
@@ -85,19 +103,8 @@ class _Client:
                 yield chunk
 
     def _first_model(self) -> str:
-        with self._open("/v1/models") as response:
+        with call_server(self._url, "/v1/models", key=self._key) as response:
             return str(json.load(response)["data"][0]["id"])
-
-    def _open(self, path: str, payload: dict[str, Any] | None = None) -> Any:
-        data = None if payload is None else json.dumps(payload).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers=self._headers)
-        try:
-            return urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            raise ConnectionError(f"{self._url}{path}: {_error_message(error)}") from error
-        except (urllib.error.URLError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise ConnectionError(f"no server at {self._url}: {reason}") from error
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:

@@ -1,6 +1,8 @@
 """The one place where the object graph of a rank is built."""
 
+import logging
 import os
+import threading
 import time
 import uuid
 
@@ -14,25 +16,47 @@ from moeserve.engine.scheduler import Scheduler
 from moeserve.ids import DpRank
 from moeserve.parallel import ParallelLayout, init_parallel
 from moeserve.worker.channel import LeaderChannel, open_channel
+from moeserve.worker.device import load_native_kernels, resolve_device
+from moeserve.worker.migration import start_online_placement
 from moeserve.worker.worker import FollowerLoop, LeaderExecutor, Worker, build_worker
 from moeserve_launch.preflight import ServableModel
 from moeserve_launch.topology import RankEnvironment, threads_per_rank
+
+logger = logging.getLogger(__name__)
 
 
 def run_engine_rank(config: Config, model: ServableModel, place: RankEnvironment) -> None:
     """Load this rank's part of the model and step until the process is ended."""
     layout = ParallelLayout.build(config.parallel, rank=place.rank, world_size=place.world_size)
     torch.set_num_threads(threads_per_rank(config.parallel, local_world_size=place.local_world_size))
-    parallel = init_parallel(layout, _device(config, place), restart_count=place.restart_count)
+    device = _device(config, place)
+    parallel = init_parallel(layout, device, restart_count=place.restart_count)
     worker = build_worker(config, model.spec, model.folder, parallel, progress=place.rank == 0)
     channel = open_channel(parallel)
+    address = f"tcp://{place.replica_host}:{config.server.replica_port}"
+    if worker.start_placement is not None:
+        worker.follow(
+            start_online_placement(
+                worker.decoder,
+                worker.start_placement,
+                parallel,
+                frontend_address=address,
+                window_s=config.placement.window_s,
+                on_death=_end_rank,
+            )
+        )
     if isinstance(channel, LeaderChannel):
         _tell_kv_size(config, worker, layout)
         core = _engine_core(config, model, LeaderExecutor(worker, channel), num_blocks=worker.num_blocks)
-        address = f"tcp://{place.replica_host}:{config.server.replica_port}"
         _replica_loop(core, _ready_message(config, model, layout, worker), address, dp_size=layout.dp_size).run()
     else:
         FollowerLoop(worker, channel).run()
+
+
+def _end_rank(error: BaseException) -> None:
+    """A thread beside the steps has died: the rank goes down with it, wherever its main thread waits."""
+    logger.critical("thread %s ended by an error", threading.current_thread().name, exc_info=error)
+    os._exit(1)
 
 
 def _tell_kv_size(config: Config, worker: Worker, layout: ParallelLayout) -> None:
@@ -75,8 +99,11 @@ def _replica_loop(core: EngineCore, ready: ReplicaReady, address: str, *, dp_siz
 
 
 def _device(config: Config, place: RankEnvironment) -> torch.device:
-    wants_cuda = config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
-    if not wants_cuda:
-        return torch.device("cpu")
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    """This rank's device, ready for use. Native kernels were built by the supervisor, where there is one."""
+    device = resolve_device(config.model.device, local_rank=place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    reason = load_native_kernels(device, may_build=not place.frontend_is_running)
+    if reason is not None and place.local_rank == 0 and not place.frontend_is_running:
+        logger.warning("%s", reason)
+    return device

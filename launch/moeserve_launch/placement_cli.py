@@ -35,7 +35,7 @@ def add_placement_commands(parser: argparse.ArgumentParser) -> None:
 def _add_scenario(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("trace", help="load trace (.npz, .jsonl), routing counts by text domain (.json: domains take turns), or "
-                         "`drift` or `switch` for synthetic loads; `advise` also takes a server's URL, and then its settings")  # fmt: skip
+                         "`drift` or `switch` for synthetic loads; for advise also a server's URL")  # fmt: skip
     option("--ranks", type=int, nargs="+", default=[32], metavar="R", help="EP ranks, one size or several (32)")
     option("--nodes", type=int, default=1, metavar="N", help="equal nodes that the ranks are on (1)")
     option("--places-per-rank", type=int, metavar="S", help="physical experts of a rank (one more than needed)")

@@ -10,6 +10,7 @@ import socket
 import sys
 
 from moeserve.config import Config
+from moeserve.parallel import PeerLostError
 from moeserve_launch.compose import run_engine_rank
 from moeserve_launch.errors import USER_ERRORS, record_user_error, tell
 from moeserve_launch.frontend import FrontendProcess
@@ -36,9 +37,7 @@ def run_rank(config: Config, place: RankEnvironment) -> int:
         if place.rank == 0 and not place.frontend_is_running:
             tell(error)
         return 1
-    except RuntimeError as error:
-        if not _is_lost_peer(error):
-            raise
+    except PeerLostError:
         print(f"moeserve: rank {place.rank} lost another rank", file=sys.stderr, flush=True)
         return 1
     return 0
@@ -61,9 +60,3 @@ def _ensure_frontend(config: Config, model: ServableModel, place: RankEnvironmen
 def _is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _is_lost_peer(error: RuntimeError) -> bool:
-    """gloo and NCCL have no exception type for it."""
-    text = str(error)
-    return any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))

@@ -47,6 +47,7 @@ class Supervisor:
         frontend = FrontendProcess.start(self._config, model, owner_pid=os.getpid(), replica_bind_host="127.0.0.1")
         threading.Thread(target=self._watch_frontend, args=(frontend,), daemon=True, name="watch-frontend").start()
         try:
+            self._build_native_kernels()
             return self._run_ranks(frontend)
         except KeyboardInterrupt:
             print("moeserve: stopping", file=sys.stderr)
@@ -54,6 +55,14 @@ class Supervisor:
         finally:
             self._stopping.set()
             frontend.stop()
+
+    def _build_native_kernels(self) -> None:
+        """Once, so that ranks find them; without them the ranks serve in plain torch."""
+        from moeserve.worker.device import build_native_kernels, resolve_device
+
+        reason = build_native_kernels(resolve_device(self._config.model.device))
+        if reason is not None:
+            print(f"moeserve: {reason}", file=sys.stderr, flush=True)
 
     def _run_ranks(self, frontend: FrontendProcess) -> int:
         from torch.distributed.elastic.multiprocessing import SignalException

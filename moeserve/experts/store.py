@@ -1,6 +1,6 @@
 """The weights of this rank's physical experts of one layer.
 
-Axes: p physical experts of this rank, F expert width, D model width.
+Axes: F expert width, D model width.
 """
 
 from dataclasses import dataclass
@@ -9,20 +9,17 @@ import torch
 
 from moeserve.models.parameters import ParameterReader
 from moeserve.models.spec import MoeSpec
+from moeserve_kernels import ExpertRecord, ExpertShape, PackedExperts, make_record
 from moeserve_placement import ExpertPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertStore:
-    """Every tensor with an expert axis of one layer; a physical expert is the same place in each of them."""
+    """Every tensor with an expert axis of one layer, by place: those of the placement, then the spare ones."""
 
     logical_ids: tuple[int, ...]
-    """The logical expert in each place."""
-    gate_up_proj_p2FD: torch.Tensor
-    """Gate rows first, then up rows."""
-    down_proj_pDF: torch.Tensor
-    gate_up_bias_p2F: torch.Tensor | None = None
-    down_bias_pD: torch.Tensor | None = None
+    """The logical expert in each place of the placement."""
+    experts: PackedExperts
 
     @staticmethod
     def load(
@@ -34,33 +31,51 @@ class ExpertStore:
         *,
         rank: int,
         device: torch.device,
+        num_spare_places: int = 0,
     ) -> "ExpertStore":
-        """Read the experts that `placement` gives to `rank`, and no others.
+        """Read the experts that `placement` gives to `rank`, and no others; never two copies of more than one expert.
 
-        prefix: of the canonical names, `layers.3.moe.experts`. moe_layer: index among the MoE layers.
+        prefix: of the canonical names, `layers.3.moe.experts`. moe_layer: index among the MoE layers. num_spare_places:
+        room for experts beyond the placement, behind its own.
         """
         held = placement.physical_to_logical_LP[moe_layer, placement.rank_slice(rank)]
         logical_ids = tuple(int(logical) for logical in held)
+        names = ("gate_up_proj", "down_proj", *(("gate_up_bias", "down_bias") if spec.expert_bias else ()))
+        experts: PackedExperts | None = None
+        for place, logical in enumerate(logical_ids):
+            tensors = [reader.read(f"{prefix}.{name}", logical).to(device) for name in names]
+            if experts is None:
+                shape = _shape_of(tensors, reader)
+                experts = PackedExperts.allocate(len(logical_ids) + num_spare_places, shape, device=device)
+            experts.write(place, make_record(experts.shape, *tensors))
+        assert experts is not None, "a rank holds at least one expert of each layer"
+        return ExpertStore(logical_ids=logical_ids, experts=experts)
 
-        def read(name: str) -> torch.Tensor:
-            return _read_experts(reader, f"{prefix}.{name}", logical_ids, device)
+    @property
+    def num_places(self) -> int:
+        """With the spare ones."""
+        return self.experts.num_places
 
-        return ExpertStore(
-            logical_ids=logical_ids,
-            gate_up_proj_p2FD=read("gate_up_proj"),
-            down_proj_pDF=read("down_proj"),
-            gate_up_bias_p2F=read("gate_up_bias") if spec.expert_bias else None,
-            down_bias_pD=read("down_bias") if spec.expert_bias else None,
-        )
+    @property
+    def expert_bytes(self) -> int:
+        """Of one record."""
+        return self.experts.shape.record_bytes
+
+    def read_expert(self, place: int) -> ExpertRecord:
+        """The whole expert in a place: every tensor of it by name, in a form that is the same on all ranks."""
+        return self.experts.read(place)
+
+    def write_expert(self, place: int, record: ExpertRecord) -> None:
+        """Put an expert that `read_expert` gave into a place, in memory that is there already."""
+        self.experts.write(place, record)
 
 
-def _read_experts(
-    reader: ParameterReader, name: str, logical_ids: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
-    """One tensor of each expert, stacked; holds no second copy of the layer while reading."""
-    first = reader.read(name, logical_ids[0])
-    stacked = torch.empty((len(logical_ids), *first.shape), dtype=first.dtype, device=device)
-    stacked[0] = first
-    for place, logical in enumerate(logical_ids[1:], start=1):
-        stacked[place] = reader.read(name, logical)
-    return stacked
+def _shape_of(tensors: list[torch.Tensor], reader: ParameterReader) -> ExpertShape:
+    hidden_size, width = tensors[1].shape
+    return ExpertShape(
+        hidden_size=hidden_size,
+        width=width,
+        dtype=tensors[1].dtype,
+        has_bias=len(tensors) > 2,
+        quantization=reader.quantization,
+    )

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from moeserve.layers.linear import Linear, column_linear
 from moeserve.models.parameters import ParameterReader
 from moeserve.models.spec import ModelSpec
 from moeserve.parallel import Group, ParallelContext, shard_range
-from moeserve_kernels import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class VocabEmbedding:
 class LmHead:
     """Hidden states to logits of the whole vocabulary."""
 
-    weight_vD: torch.Tensor
+    proj: Linear
+    """To the logits of this rank's part."""
     vocab_size: int
     group: Group
 
@@ -48,15 +49,16 @@ class LmHead:
     def build(
         spec: ModelSpec, reader: ParameterReader, parallel: ParallelContext, embedding: VocabEmbedding
     ) -> "LmHead":
-        """Read this rank's rows, or share those of the embedding where the model ties them."""
+        """Read this rank's rows, or pack those of the embedding where the model ties them."""
         if spec.tie_word_embeddings:
-            return LmHead(embedding.weight_vD, spec.vocab_size, parallel.tp)
-        weight = reader.read("lm_head.weight", _vocab_shard(spec, parallel)).to(parallel.device)
-        return LmHead(weight, spec.vocab_size, parallel.tp)
+            proj = Linear.build(embedding.weight_vD, quantization=reader.quantization)
+        else:
+            proj = column_linear(reader, "lm_head", _vocab_shard(spec, parallel), parallel.device)
+        return LmHead(proj, spec.vocab_size, parallel.tp)
 
     def forward(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, V] float32 on every rank; N is the same on all ranks of the group, and may be 0."""
-        logits_Nv = linear(hidden_ND, self.weight_vD).float()
+        logits_Nv = self.proj.forward(hidden_ND).float()
         if self.group.size == 1:
             return logits_Nv
         shards = [shard_range(self.vocab_size, self.group.size, rank) for rank in range(self.group.size)]

@@ -1,6 +1,8 @@
 """The tensors of one step, as every layer sees them: one value, built by the worker, passed by argument."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -30,3 +32,22 @@ class ForwardBatch:
     """`seq_lens_R`, on the host."""
     num_tokens_by_dp_rank: tuple[int, ...]
     """T of every replica of the engine in this step."""
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.query_lens, default=0)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that decode: those of the leading requests with one token each. The scheduler puts decodes first; a
+        prompt of one token right behind them counts as one."""
+        return count_decode_tokens(self.query_lens)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(self.seq_lens, default=0)
+
+
+def count_decode_tokens(query_lens: Iterable[int]) -> int:
+    """`ForwardBatch.num_decode_tokens` of a batch with these token counts."""
+    return sum(takewhile(lambda query_len: query_len == 1, query_lens))

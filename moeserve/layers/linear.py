@@ -1,39 +1,48 @@
 """Linear layers and the shards of them that a tensor-parallel rank holds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from moeserve.models.parameters import ParameterReader
-from moeserve_kernels import linear
+from moeserve_kernels import PackedLinear, Quantization, linear, pack_linear
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """x W^T + b."""
 
-    weight: torch.Tensor
-    """[out, in]."""
-    bias: torch.Tensor | None = None
+    packed: PackedLinear
+
+    @staticmethod
+    def build(
+        weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantization: Quantization | None = None
+    ) -> "Linear":
+        """From [out, in] and [out] on the layer's device; the weight is packed and not kept."""
+        return Linear(pack_linear(weight, bias, quantization=quantization))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out]."""
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.packed)
 
 
 def column_linear(
     reader: ParameterReader, name: str, rows: slice, device: torch.device, *, bias: bool = False
 ) -> Linear:
     """The part of `name.weight` (and `name.bias`) that makes the outputs `rows`."""
-    weight = reader.read(f"{name}.weight", rows).to(device)
-    return Linear(weight, reader.read(f"{name}.bias", rows).to(device) if bias else None)
+    return merged_column_linear(reader, {name: rows}, device, bias=bias)
 
 
-def merge_columns(parts: list[Linear]) -> Linear:
-    """One product instead of several with the same input; outputs side by side. All or none have a bias."""
-    biases = [part.bias for part in parts if part.bias is not None]
-    assert len(biases) in (0, len(parts))
-    return Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+def merged_column_linear(
+    reader: ParameterReader, parts: Mapping[str, slice], device: torch.device, *, bias: bool = False
+) -> Linear:
+    """One product instead of several with the same input: outputs `rows` of each name, side by side."""
+
+    def read(kind: str) -> torch.Tensor:
+        return torch.cat([reader.read(f"{name}.{kind}", rows) for name, rows in parts.items()]).to(device)
+
+    return Linear.build(read("weight"), read("bias") if bias else None, quantization=reader.quantization)
 
 
 def row_linear(
@@ -49,4 +58,5 @@ def row_linear(
     adds_bias: true on one rank of the group at most, so that the sum holds the bias once.
     """
     weight = reader.read(f"{name}.weight", slice(None), columns).to(device)
-    return Linear(weight, reader.read(f"{name}.bias").to(device) if adds_bias else None)
+    bias = reader.read(f"{name}.bias").to(device) if adds_bias else None
+    return Linear.build(weight, bias, quantization=reader.quantization)

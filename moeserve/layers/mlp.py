@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moeserve.layers.linear import Linear, column_linear, merge_columns, row_linear
+from moeserve.layers.forward_batch import ForwardBatch
+from moeserve.layers.linear import Linear, merged_column_linear, row_linear
 from moeserve.models.parameters import ParameterReader
 from moeserve.parallel import Group, ParallelContext, shard_range
 from moeserve_kernels import silu_and_mul
@@ -22,13 +23,12 @@ class DenseMlp:
     def build(reader: ParameterReader, prefix: str, *, intermediate_size: int, parallel: ParallelContext) -> "DenseMlp":
         """Read this rank's part of `prefix.gate_proj`, `up_proj` and `down_proj`."""
         width = shard_range(intermediate_size, parallel.tp.size, parallel.tp.rank)
-        gate, up = (
-            column_linear(reader, f"{prefix}.{name}", width, parallel.device) for name in ("gate_proj", "up_proj")
-        )
+        parts = {f"{prefix}.{name}": width for name in ("gate_proj", "up_proj")}
+        gate_up = merged_column_linear(reader, parts, parallel.device)
         down = row_linear(reader, f"{prefix}.down_proj", width, parallel.device)
-        return DenseMlp(merge_columns([gate, up]), down, parallel.tp)
+        return DenseMlp(gate_up, down, parallel.tp)
 
-    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, D] on every rank of the group."""
         return self.group.all_reduce(self.forward_partial(hidden_TD))
 

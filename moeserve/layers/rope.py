@@ -1,8 +1,8 @@
 """Rotary position embedding: frequencies of a RopeSpec, and the angles of the positions of a step.
 
-Frequencies are computed in float32 on the CPU, so they are the same on every rank. Cosines and sines are computed for
-the positions of a step rather than looked up: at the sizes of a step that takes the time of the look-up, and needs no
-table for the whole context (tens of megabytes a layer for long ones).
+Frequencies are computed in float32 on the CPU, so they are the same on every rank. Cosines and sines are computed once
+a step for all its layers rather than looked up: that needs no table for the whole context (tens of megabytes for long
+ones).
 """
 
 import math
@@ -11,31 +11,28 @@ from dataclasses import dataclass
 import torch
 
 from moeserve.models.spec import RopeSpec
-from moeserve_kernels import rotary
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""(cos_TR, sin_TR) of the tokens of a step, float32, with the attention factor in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryEmbedding:
-    """Rotates the heads of queries and keys."""
+    """The angles by which heads of queries and keys are turned; layers with the same spec share one."""
 
     frequencies_R: torch.Tensor
     """Radians per position of each pair of dimensions, float32."""
     attention_factor: float
-    interleaved: bool
 
     @staticmethod
     def build(spec: RopeSpec, device: torch.device) -> "RotaryEmbedding":
         """The embedding of a spec, with its scaling applied."""
-        return RotaryEmbedding(rope_frequencies(spec).to(device), spec.attention_factor, spec.interleaved)
+        return RotaryEmbedding(rope_frequencies(spec).to(device), spec.attention_factor)
 
-    def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos_TR, sin_TR), float32, with the attention factor in them."""
+    def angles(self, positions_T: torch.Tensor) -> Angles:
+        """The angles of the tokens at the positions."""
         angles_TR = positions_T.float().unsqueeze(1) * self.frequencies_R
         return angles_TR.cos() * self.attention_factor, angles_TR.sin() * self.attention_factor
-
-    def forward(self, x_THD: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Heads turned by the angles of their tokens."""
-        return rotary(x_THD, *angles, self.interleaved)
 
 
 def rope_frequencies(spec: RopeSpec) -> torch.Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from moeserve.models.checkpoint_reader import CheckpointReader
+    from moeserve_kernels import Quantization
 
 __all__ = ["CheckpointError", "open_checkpoint", "resolve_model_folder", "validate_checkpoint"]
 
@@ -47,12 +48,17 @@ def validate_checkpoint(folder: Path, spec: ModelSpec) -> None:
     _checked_sources(folder, spec)
 
 
-def open_checkpoint(folder: Path, spec: ModelSpec, dtype: "torch.dtype") -> "CheckpointReader":
-    """A reader of the canonical tensors, which come in `dtype` unless asked otherwise. Raises CheckpointError."""
+def open_checkpoint(
+    folder: Path, spec: ModelSpec, dtype: "torch.dtype", *, quantization: "Quantization | None" = None
+) -> "CheckpointReader":
+    """A reader of the canonical tensors, which come in `dtype` unless asked otherwise. Raises CheckpointError.
+
+    quantization: how linear layers and experts will keep their weights, whatever the files hold.
+    """
     from moeserve.models.checkpoint_reader import CheckpointReader
 
-    sources, stored, quantization = _checked_sources(folder, spec)
-    return CheckpointReader(sources, stored, quantization, dtype)
+    sources, stored, stored_quantization = _checked_sources(folder, spec)
+    return CheckpointReader(sources, stored, stored_quantization, dtype, quantization)
 
 
 def _checked_sources(

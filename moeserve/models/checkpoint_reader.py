@@ -14,6 +14,7 @@ from moeserve.models.dequantize import as_slice, dequantize_fp8, dequantize_mxfp
 from moeserve.models.quantization import FP8_DTYPE, QuantizationConfig
 from moeserve.models.safetensors_header import CheckpointError, TensorInfo
 from moeserve.models.tensor_sources import StoredTensor, TensorSource
+from moeserve_kernels import Quantization
 
 
 class CheckpointReader:
@@ -23,12 +24,14 @@ class CheckpointReader:
         self,
         sources: Mapping[str, TensorSource],
         stored: Mapping[str, TensorInfo],
-        quantization: QuantizationConfig,
+        stored_quantization: QuantizationConfig,
         dtype: torch.dtype,
+        quantization: Quantization | None,
     ) -> None:
+        self.quantization = quantization
         self._sources = sources
         self._stored = stored
-        self._quantization = quantization
+        self._stored_quantization = stored_quantization
         self._dtype = dtype
         self._files: dict[Path, Any] = {}
 
@@ -50,7 +53,7 @@ class CheckpointReader:
         weight = self._view(tensor.name)
         if self._stored[tensor.name].dtype == FP8_DTYPE:
             scale_inv = self._view(f"{tensor.name}_scale_inv")
-            return dequantize_fp8(weight, scale_inv, ranges, self._quantization.fp8_block)
+            return dequantize_fp8(weight, scale_inv, ranges, self._stored_quantization.fp8_block)
         return weight[tuple(map(as_slice, ranges))]
 
     def _view(self, name: str) -> torch.Tensor:

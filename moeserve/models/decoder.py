@@ -11,10 +11,11 @@ from moeserve.layers.attention import Attention, KVCache, build_attention
 from moeserve.layers.embedding import LmHead, VocabEmbedding
 from moeserve.layers.forward_batch import ForwardBatch
 from moeserve.layers.mlp import DenseMlp
-from moeserve.layers.moe.layer import load_moe_layer
+from moeserve.layers.moe.layer import MoeLayer, load_moe_layer
 from moeserve.layers.norm import RmsNorm
+from moeserve.layers.rope import RotaryEmbedding
 from moeserve.models.parameters import ParameterReader
-from moeserve.models.spec import ModelSpec, MoeSpec
+from moeserve.models.spec import ModelSpec, MoeSpec, RopeSpec
 from moeserve.parallel import ParallelContext
 from moeserve_placement import ExpertPlacement
 
@@ -22,7 +23,7 @@ from moeserve_placement import ExpertPlacement
 class Mlp(Protocol):
     """What stands behind attention: a dense MLP or an MoE layer."""
 
-    def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, D], whole on every tp rank."""
         ...
 
@@ -32,6 +33,7 @@ class DecoderLayer:
     """Attention and MLP, each with the norm behind it, so that every norm takes in the residual stream."""
 
     attention: Attention
+    rope: RopeSpec
     post_attention_norm: RmsNorm
     mlp: Mlp
     next_norm: RmsNorm
@@ -61,6 +63,7 @@ class Decoder:
         self.dtype = dtype
         self.embedding = embedding
         self.first_norm = first_norm
+        self.ropes = {layer.rope: RotaryEmbedding.build(layer.rope, parallel.device) for layer in layers}
         self.layers = layers
         self.lm_head = lm_head
 
@@ -73,23 +76,25 @@ class Decoder:
         placement: ExpertPlacement | None,
         *,
         dtype: torch.dtype,
+        num_spare_places: int = 0,
         on_layer_loaded: Callable[[int], None] = _ignore_progress,
     ) -> "Decoder":
         """Read this rank's tensors and no others; no collective runs here.
 
         placement: of all MoE layers; None for a model without any. dtype: of weights and activations, the reader's
-        default.
+        default. num_spare_places: in each MoE layer, for experts that migrate.
         """
         embedding = VocabEmbedding.build(spec, reader, parallel)
         norm_names = [*(f"layers.{index}.input_norm" for index in range(len(spec.layers))), "final_norm"]
         norms = [RmsNorm.build(reader, name, spec.rms_norm_eps, parallel.device) for name in norm_names]
-        build_mlp = _mlp_builder(spec, reader, parallel, placement)
+        build_mlp = _mlp_builder(spec, reader, parallel, placement, num_spare_places=num_spare_places)
         layers = []
         for index, next_norm in enumerate(norms[1:]):
             norm_name = f"layers.{index}.post_attention_norm"
             layers.append(
                 DecoderLayer(
                     attention=build_attention(spec, index, reader, parallel),
+                    rope=spec.layers[index].attention.rope,
                     post_attention_norm=RmsNorm.build(reader, norm_name, spec.rms_norm_eps, parallel.device),
                     mlp=build_mlp(index),
                     next_norm=next_norm,
@@ -107,6 +112,11 @@ class Decoder:
             lm_head=LmHead.build(spec, reader, parallel, embedding),
         )
 
+    @property
+    def moe_layers(self) -> list[MoeLayer]:
+        """In order, the placement's layer axis."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeLayer)]
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
         """Hidden states [T, D] behind the final norm, the same on all tp ranks of the replica.
@@ -116,12 +126,13 @@ class Decoder:
         """
         if not any(batch.num_tokens_by_dp_rank):
             return torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.parallel.device)
+        angles = {spec: rope.angles(batch.positions_T) for spec, rope in self.ropes.items()}
         residual_TD = self.embedding.forward(batch.token_ids_T)
         hidden_TD = self.first_norm.forward(residual_TD)
         for index, layer in enumerate(self.layers):
-            hidden_TD = layer.attention.forward(hidden_TD, batch, kv_cache.layer(index))
+            hidden_TD = layer.attention.forward(hidden_TD, batch, kv_cache.layer(index), angles[layer.rope])
             hidden_TD, residual_TD = layer.post_attention_norm.forward_add(hidden_TD, residual_TD)
-            hidden_TD = layer.mlp.forward(hidden_TD)
+            hidden_TD = layer.mlp.forward(hidden_TD, batch)
             hidden_TD, residual_TD = layer.next_norm.forward_add(hidden_TD, residual_TD)
         return hidden_TD
 
@@ -132,11 +143,17 @@ class Decoder:
 
 
 def _mlp_builder(
-    spec: ModelSpec, reader: ParameterReader, parallel: ParallelContext, placement: ExpertPlacement | None
+    spec: ModelSpec,
+    reader: ParameterReader,
+    parallel: ParallelContext,
+    placement: ExpertPlacement | None,
+    *,
+    num_spare_places: int,
 ) -> Callable[[int], Mlp]:
     """Reads the MLP of a layer by its index; all MoE layers share one dispatcher."""
     moe_layer_of = {index: moe_layer for moe_layer, index in enumerate(spec.moe_layer_ids)}
-    dispatcher = build_dispatcher(parallel)
+    top_k = max((layer.mlp.router.top_k for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), default=1)
+    dispatcher = build_dispatcher(parallel, top_k=top_k)
 
     def build(index: int) -> Mlp:
         mlp, prefix = spec.layers[index].mlp, f"layers.{index}"
@@ -154,6 +171,7 @@ def _mlp_builder(
             moe_layer_of[index],
             parallel=parallel,
             dispatcher=dispatcher,
+            num_spare_places=num_spare_places,
         )
 
     return build

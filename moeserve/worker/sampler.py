@@ -114,7 +114,7 @@ class Sampler:
             rows, token_ids = torch.tensor(masked, dtype=torch.int64, device=logits_RV.device).T
             logits_RV[rows, token_ids] = -torch.inf
         if settings.penalised_rows:
-            logits_RV[settings.penalised_rows_r] = _penalise(logits_RV, sequences, settings)
+            _penalise(logits_RV, sequences, settings)
         return logits_RV
 
     def _masked_tokens(self, sequences: Sequence[SequenceView], *, vocab_size: int) -> list[tuple[int, int]]:
@@ -128,28 +128,25 @@ class Sampler:
         return masked
 
 
-def _penalise(logits_RV: torch.Tensor, sequences: Sequence[SequenceView], settings: _SettingsTensors) -> torch.Tensor:
-    """Logits of the penalised rows after their penalties."""
+def _penalise(logits_RV: torch.Tensor, sequences: Sequence[SequenceView], settings: _SettingsTensors) -> None:
+    """Apply the penalties of the penalised rows, in place."""
     penalised = [sequences[row] for row in settings.penalised_rows]
-    logits_rV = logits_RV[settings.penalised_rows_r]
-    return apply_penalties(
-        logits_rV,
-        output_counts_RV=_count([s.output_token_ids for s in penalised], like=logits_rV),
-        in_prompt_RV=_count([s.token_ids[: s.num_prompt_tokens] for s in penalised], like=logits_rV) > 0,
-        presence_penalty_R=settings.presence_penalty_r,
-        frequency_penalty_R=settings.frequency_penalty_r,
-        repetition_penalty_R=settings.repetition_penalty_r,
+    start_loc = np.cumsum([0, *(len(s.token_ids) for s in penalised)], dtype=np.int64)
+    num_prompt_tokens = np.array([s.num_prompt_tokens for s in penalised], dtype=np.int64)
+
+    def to_device(values: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> torch.Tensor:
+        return torch.from_numpy(values).to(logits_RV.device, non_blocking=True)
+
+    apply_penalties(
+        logits_RV,
+        rows_r=settings.penalised_rows_r,
+        token_ids=to_device(np.concatenate([s.token_ids for s in penalised]).astype(np.int64)),
+        start_loc=to_device(start_loc),
+        num_prompt_tokens_r=to_device(num_prompt_tokens),
+        presence_penalty_r=settings.presence_penalty_r,
+        frequency_penalty_r=settings.frequency_penalty_r,
+        repetition_penalty_r=settings.repetition_penalty_r,
     )
-
-
-def _count(
-    token_ids: "Sequence[np.ndarray[tuple[int, ...], np.dtype[np.int32]]]", *, like: torch.Tensor
-) -> torch.Tensor:
-    """How often each token of the vocabulary stands in each row's tokens, in the shape of `like`."""
-    rows = np.repeat(np.arange(len(token_ids)), [len(row) for row in token_ids])
-    flat = np.concatenate(token_ids).astype(np.int64) + rows * like.shape[1]
-    counts = torch.bincount(torch.from_numpy(flat).to(like.device), minlength=like.numel())
-    return counts.view(like.shape)
 
 
 def _sampled_logprobs(

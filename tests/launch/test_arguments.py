@@ -8,9 +8,10 @@ from moeserve.config import Config, ConfigError
 from moeserve_launch.arguments import add_serve_arguments, config_from_arguments
 
 ALLOWED_FLAGS = {
-    "--tensor-parallel-size", "--data-parallel-size", "--dtype", "--num-redundant-experts", "--placement-file",
-    "--kv-cache-memory", "--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--served-model-name",
-    "--api-key", "--host", "--port", "--config", "--set", "--help",
+    "--tensor-parallel-size", "--data-parallel-size", "--dtype", "--quantization", "--num-redundant-experts",
+    "--placement-file", "--kv-cache-dtype", "--kv-cache-memory", "--max-model-len", "--max-num-seqs",
+    "--max-num-batched-tokens", "--served-model-name", "--api-key", "--admin-key", "--host", "--port", "--config",
+    "--set", "--help",
 }  # fmt: skip
 
 
@@ -34,11 +35,13 @@ def test_without_words_the_defaults_hold() -> None:
 
 def test_flags_win_over_set() -> None:
     config = parse(
-        "/models/m", "-tp", "2", "-dp", "3", "--set", "server.port=1", "--port", "9", "--kv-cache-memory", "2G"
+        *("/models/m", "-tp", "2", "-dp", "3", "--set", "server.port=1", "--port", "9", "--kv-cache-memory", "2G"),
+        *("--set", "model.quantization=none", "--quantization", "int8"),
     )
     assert config.model.model == "/models/m"
     assert config.parallel.world_size == 6
     assert config.server.port == 9
+    assert config.model.quantization == "int8"
     assert config.cache.kv_cache_memory == 2 * 2**30
 
 

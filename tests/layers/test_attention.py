@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.layers.attention import KVCache, build_attention
+from moeserve.layers.attention import Attention, KVCache, build_attention
+from moeserve.layers.forward_batch import ForwardBatch
+from moeserve.layers.rope import RotaryEmbedding
 from moeserve.models.parameters import DictReader
 from moeserve.models.spec import DenseMlpSpec, GqaSpec, LayerSpec, MlaSpec, ModelSpec, RopeSpec
 from moeserve.parallel import ParallelContext, ParallelLayout, init_parallel, single_rank_context
@@ -159,6 +161,13 @@ def _rope(x_THD: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     return out
 
 
+def _forward(
+    spec: ModelSpec, attention: Attention, hidden_TD: torch.Tensor, batch: ForwardBatch, cache: KVCache
+) -> torch.Tensor:
+    angles = RotaryEmbedding.build(spec.layers[0].attention.rope, torch.device("cpu")).angles(batch.positions_T)
+    return attention.forward(hidden_TD, batch, cache.layer(0), angles)
+
+
 def _run_steps(spec: ModelSpec, chunks: list[int], parallel: ParallelContext, seed: int = 0) -> torch.Tensor:
     """The layer over one sequence, `chunks` tokens a step."""
     attention = build_attention(spec, 0, DictReader(random_parameters(spec)), parallel)
@@ -168,7 +177,7 @@ def _run_steps(spec: ModelSpec, chunks: list[int], parallel: ParallelContext, se
     hidden, outputs, start = _hidden(seed, sum(chunks)), [], 0
     for size in chunks:
         batch = forward_batch([[0] * size], num_computed=[start])
-        outputs.append(attention.forward(hidden[start : start + size], batch, cache.layer(0)))
+        outputs.append(_forward(spec, attention, hidden[start : start + size], batch, cache))
         start += size
     return torch.cat(outputs)
 
@@ -208,7 +217,7 @@ def test_requests_of_a_batch_are_strangers(name: str) -> None:
     for sizes in steps:
         parts = [x[start : start + size] for x, start, size in zip(sequences, done, sizes, strict=True)]
         batch = forward_batch([[0] * size for size in sizes], num_computed=done)
-        actual = attention.forward(torch.cat(parts), batch, cache.layer(0))
+        actual = _forward(spec, attention, torch.cat(parts), batch, cache)
         wanted = [x[start : start + size] for x, start, size in zip(expected, done, sizes, strict=True)]
         _assert_right(actual, torch.cat(wanted))
         done = [start + size for start, size in zip(done, sizes, strict=True)]
@@ -229,7 +238,7 @@ def test_bfloat16(name: str) -> None:
     cache = KVCache.allocate(
         spec, num_blocks=BLOCKS_PER_REQUEST, block_size=BLOCK_SIZE, dtype=torch.bfloat16, parallel=parallel
     )
-    actual = attention.forward(_hidden().bfloat16(), forward_batch([[0] * LENGTH]), cache.layer(0))
+    actual = _forward(spec, attention, _hidden().bfloat16(), forward_batch([[0] * LENGTH]), cache)
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.double(), _reference(spec, _hidden()), rtol=0.1, atol=0.1)
 
@@ -242,7 +251,7 @@ def test_unwritten_tokens_leave_the_cache_alone() -> None:
     )
     batch = forward_batch([[0] * 3])
     unwritten = dataclasses.replace(batch, slot_mapping_T=torch.full_like(batch.slot_mapping_T, -1))
-    attention.forward(_hidden(length=3), unwritten, cache.layer(0))
+    _forward(spec, attention, _hidden(length=3), unwritten, cache)
     assert all(not tensor.any() for tensor in (cache.layers[0].key_NSGD, cache.layers[0].value_NSGD))
 
 

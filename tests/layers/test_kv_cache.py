@@ -10,12 +10,13 @@ from moeserve.testing.tiny_models import Style, tiny_spec
 
 
 def _tensors(cache: KVCache) -> list[torch.Tensor]:
-    return [getattr(layer, name) for layer in cache.layers for name in layer.__slots__]
+    tensors = [getattr(layer, name) for layer in cache.layers for name in layer.__slots__]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 @pytest.mark.parametrize("style", ["qwen3", "deepseek", "gpt_oss"])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_bytes_per_block_are_what_is_allocated(style: Style, tp_size: int, dtype: torch.dtype) -> None:
     spec = tiny_spec(style, num_layers=3)
 
@@ -44,5 +45,5 @@ def test_a_layer_has_memory_of_its_own() -> None:
     )
     first, second = _tensors(cache)
     first.fill_(1.0)
-    assert cache.layer(1).latent_NSC is second
+    assert cache.layer(1).latent_NS1C is second
     assert not second.any()

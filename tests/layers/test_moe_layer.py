@@ -1,16 +1,20 @@
 """The whole MoE layer against a float64 oracle made of the kernels' references, in every layout and placement."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from moeserve.experts.dispatcher import build_dispatcher
+from moeserve.experts.load_recorder import LayerLoad
+from moeserve.layers.forward_batch import ForwardBatch
 from moeserve.layers.moe.layer import MoeLayer, load_moe_layer
 from moeserve.models.parameters import DictReader
 from moeserve.models.spec import ModelSpec, MoeSpec
 from moeserve.parallel import ParallelContext, single_rank_context
 from moeserve.testing.placements import random_placement
 from moeserve.testing.thread_ranks import ThreadGroup, run_thread_ranks
-from moeserve.testing.tiny_models import Style, random_parameters, tiny_spec
+from moeserve.testing.tiny_models import Style, forward_batch, random_parameters, tiny_spec
 from moeserve_kernels.fused_moe.reference import fused_moe_reference
 from moeserve_kernels.topk_routing.reference import topk_routing_reference
 from moeserve_placement import ExpertPlacement
@@ -64,6 +68,11 @@ def expected_output(spec: ModelSpec, hidden_TD: torch.Tensor) -> torch.Tensor:
     return out_TD
 
 
+def batch_of(num_tokens: int, num_tokens_by_dp_rank: tuple[int, ...] | None = None) -> ForwardBatch:
+    """A step of which the layer reads the token counts only."""
+    return forward_batch([[0] * num_tokens], num_tokens_by_dp_rank=num_tokens_by_dp_rank)
+
+
 def load(
     spec: ModelSpec,
     parallel: ParallelContext,
@@ -77,7 +86,7 @@ def load(
         placement,
         spec.moe_layer_ids.index(LAYER),
         parallel=parallel,
-        dispatcher=build_dispatcher(parallel),
+        dispatcher=build_dispatcher(parallel, top_k=moe_spec(spec).router.top_k),
     )
 
 
@@ -103,7 +112,8 @@ def test_output_is_that_of_the_oracle(style: Style, tp_size: int, dp_size: int) 
 
         def run(parallel: ParallelContext, placement: ExpertPlacement = placement) -> torch.Tensor:
             tokens = tokens_by_dp_rank[parallel.layout.dp_rank]
-            return load(spec, parallel, placement).forward(hidden_TD[tokens])
+            lengths = tuple(len(hidden_TD[tokens]) for tokens in tokens_by_dp_rank)
+            return load(spec, parallel, placement).forward(hidden_TD[tokens], batch_of(len(hidden_TD[tokens]), lengths))
 
         for rank, out_TD in enumerate(run_thread_ranks(run, tp_size=tp_size, dp_size=dp_size)):
             wanted_TD = expected_TD[tokens_by_dp_rank[rank // tp_size]].float()
@@ -119,7 +129,7 @@ def test_the_sum_does_not_depend_on_the_placement(num_experts: int, tp_size: int
         placement = place(spec, tp_size * dp_size, num_redundant_experts=seed, seed=seed)
 
         def run(parallel: ParallelContext, placement: ExpertPlacement = placement) -> torch.Tensor:
-            return load(spec, parallel, placement).forward(hidden_TD)
+            return load(spec, parallel, placement).forward(hidden_TD, batch_of(7, (7,) * dp_size))
 
         outputs.append(run_thread_ranks(run, tp_size=tp_size, dp_size=dp_size))
     for others in outputs[1:]:
@@ -132,12 +142,12 @@ def test_shared_experts_cost_no_collective_of_their_own(style: Style) -> None:
     spec = tiny_spec(style)
 
     def run(parallel: ParallelContext) -> list[str]:
-        load(spec, parallel, place(spec, 4)).forward(torch.ones(3, spec.hidden_size))
-        assert isinstance(parallel.tp, ThreadGroup)
-        assert isinstance(parallel.ep, ThreadGroup)
-        return parallel.tp.calls + parallel.ep.calls
+        load(spec, parallel, place(spec, 4)).forward(torch.ones(3, spec.hidden_size), batch_of(3, (3, 3)))
+        groups = (parallel.tp, parallel.dp, parallel.ep)
+        return [call for group in groups if isinstance(group, ThreadGroup) for call in group.calls]
 
-    assert run_thread_ranks(run, tp_size=2, dp_size=2) == [["all_reduce", "all_to_all", "all_to_all", "all_to_all"]] * 4
+    calls = ["all_reduce", "all_gather", "reduce_scatter"]
+    assert run_thread_ranks(run, tp_size=2, dp_size=2) == [calls] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -150,14 +160,14 @@ def test_low_precision_layer_routes_in_float32(dtype: torch.dtype) -> None:
     expected_TK, expected_ids_TK = topk_routing_reference(logits_TE, top_k=2, scoring="softmax", renormalize=True)
     assert torch.equal(expert_ids_TK, expected_ids_TK)
     torch.testing.assert_close(weights_TK.double(), expected_TK, rtol=1e-5, atol=1e-6)
-    assert layer.forward(hidden_TD).dtype == dtype
+    assert layer.forward(hidden_TD, batch_of(4)).dtype == dtype
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_no_token_on_one_rank(style: Style) -> None:
     spec = tiny_spec(style)
     layer = load(spec, single_rank_context(), place(spec, 1))
-    assert layer.forward(torch.empty(0, spec.hidden_size)).shape == (0, spec.hidden_size)
+    assert layer.forward(torch.empty(0, spec.hidden_size), batch_of(0)).shape == (0, spec.hidden_size)
 
 
 def test_tables_and_store_are_replaced_together_between_steps() -> None:
@@ -167,9 +177,36 @@ def test_tables_and_store_are_replaced_together_between_steps() -> None:
 
     def run(parallel: ParallelContext) -> None:
         layer = load(spec, parallel, place(spec, 2))
-        before_TD = layer.forward(hidden_TD.clone())
+        batch = batch_of(5, (5, 5))
+        before_TD = layer.forward(hidden_TD.clone(), batch)
         moved = load(spec, parallel, place(spec, 2, num_redundant_experts=3, seed=8))
         layer.tables, layer.experts.store = moved.tables, moved.experts.store
-        torch.testing.assert_close(layer.forward(hidden_TD.clone()), before_TD, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer.forward(hidden_TD.clone(), batch), before_TD, rtol=1e-5, atol=1e-5)
+
+    run_thread_ranks(run, dp_size=2)
+
+
+@pytest.mark.parametrize("query_lens", [(1, 1, 1), (6,), (1, 1, 5), ()])
+@pytest.mark.parametrize("style", STYLES)
+def test_choices_are_counted_by_phase(style: Style, query_lens: tuple[int, ...]) -> None:
+    """Each replica counts its own tokens, whatever the others do."""
+    spec = tiny_spec(style)
+    num_tokens, num_decode = sum(query_lens), query_lens.count(1)
+    hidden_TD = torch.randn(num_tokens, spec.hidden_size, generator=torch.Generator().manual_seed(5))
+
+    def run(parallel: ParallelContext) -> None:
+        layer = load(spec, parallel, place(spec, 2))
+        seconds: list[float] = []
+        load_2E = torch.zeros(2, spec.num_experts, dtype=torch.int64)
+        layer.load = LayerLoad(load_2E, seconds.append)
+        mine = hidden_TD if parallel.layout.dp_rank == 0 else hidden_TD[:0]
+        batch = batch_of(len(mine), (num_tokens, 0))
+        lens = query_lens if parallel.layout.dp_rank == 0 else ()
+        layer.forward(mine, dataclasses.replace(batch, query_lens=lens))
+        expert_ids_TK = layer.router.forward(mine)[1]
+        prefill, decode = expert_ids_TK[num_decode:], expert_ids_TK[:num_decode]
+        for counted_E, chosen in zip(load_2E, (prefill, decode), strict=True):
+            assert counted_E.tolist() == torch.bincount(chosen.flatten(), minlength=spec.num_experts).tolist()
+        assert len(seconds) == 1
 
     run_thread_ranks(run, dp_size=2)

@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional
 
 from moeserve.layers.embedding import LmHead, VocabEmbedding
-from moeserve.layers.linear import Linear, column_linear, merge_columns, row_linear
+from moeserve.layers.linear import column_linear, merged_column_linear, row_linear
 from moeserve.layers.mlp import DenseMlp
 from moeserve.layers.norm import RmsNorm
 from moeserve.models.parameters import DictReader
 from moeserve.models.spec import DenseMlpSpec, GqaSpec, LayerSpec, ModelSpec, RopeSpec
 from moeserve.parallel import ParallelContext, shard_range
 from moeserve.testing.thread_ranks import run_thread_ranks
-from moeserve.testing.tiny_models import random_parameters
+from moeserve.testing.tiny_models import forward_batch, random_parameters
 
 CPU = torch.device("cpu")
 RANKS = [1, 2, 3, 4]
@@ -82,7 +82,7 @@ def test_mlp(tp_size: int, num_tokens: int) -> None:
 
     def run(parallel: ParallelContext) -> tuple[torch.Tensor, torch.Tensor]:
         mlp = DenseMlp.build(DictReader(TENSORS), "layers.0.mlp", intermediate_size=3, parallel=parallel)
-        return mlp.forward(hidden), mlp.forward_partial(hidden)
+        return mlp.forward(hidden, forward_batch([[0] * num_tokens])), mlp.forward_partial(hidden)
 
     results = run_thread_ranks(run, tp_size=tp_size)
     for whole, _ in results:
@@ -96,11 +96,9 @@ def test_shards_of_a_linear_layer(num_shards: int) -> None:
     tensors = {"proj.weight": _randn(7, 5), "proj.bias": _randn(7)}
     reader, x = DictReader(tensors), _randn(3, 5)
     expected = functional.linear(x, tensors["proj.weight"], tensors["proj.bias"])
-    columns = [
-        column_linear(reader, "proj", shard_range(7, num_shards, rank), CPU, bias=True) for rank in range(num_shards)
-    ]
-    torch.testing.assert_close(torch.cat([part.forward(x) for part in columns], dim=1), expected)
-    torch.testing.assert_close(merge_columns(columns).forward(x), expected)
+    outputs = [shard_range(7, num_shards, rank) for rank in range(num_shards)]
+    columns = [column_linear(reader, "proj", rows, CPU, bias=True).forward(x) for rows in outputs]
+    torch.testing.assert_close(torch.cat(columns, dim=1), expected)
     shares = [shard_range(5, num_shards, rank) for rank in range(num_shards)]
     addends = [
         row_linear(reader, "proj", share, CPU, adds_bias=rank == 0).forward(x[:, share])
@@ -109,9 +107,13 @@ def test_shards_of_a_linear_layer(num_shards: int) -> None:
     torch.testing.assert_close(torch.stack(addends).sum(dim=0), expected)
 
 
-def test_merging_refuses_some_biases() -> None:
-    with pytest.raises(AssertionError):
-        merge_columns([Linear(_randn(2, 3), _randn(2)), Linear(_randn(2, 3))])
+@pytest.mark.parametrize("bias", [False, True])
+def test_merged_columns_are_the_layers_side_by_side(bias: bool) -> None:
+    tensors = {"q.weight": _randn(4, 5), "q.bias": _randn(4), "k.weight": _randn(7, 5), "k.bias": _randn(7)}
+    reader, x, parts = DictReader(tensors), _randn(3, 5), {"q": slice(1, 4), "k": slice(0, 2)}
+    merged = merged_column_linear(reader, parts, CPU, bias=bias).forward(x)
+    apart = [column_linear(reader, name, rows, CPU, bias=bias).forward(x) for name, rows in parts.items()]
+    torch.testing.assert_close(merged, torch.cat(apart, dim=1))
 
 
 def test_norm_reads_its_weight_and_epsilon() -> None:

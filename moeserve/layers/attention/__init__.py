@@ -8,6 +8,7 @@ from moeserve.layers.attention.gqa import GqaAttention
 from moeserve.layers.attention.kv_cache import KVCache, LayerCache, kv_bytes_per_block
 from moeserve.layers.attention.mla import MlaAttention
 from moeserve.layers.forward_batch import ForwardBatch
+from moeserve.layers.rope import Angles
 from moeserve.models.parameters import ParameterReader
 from moeserve.models.spec import GqaSpec, ModelSpec
 from moeserve.parallel import ParallelContext
@@ -18,8 +19,11 @@ __all__ = ["Attention", "KVCache", "LayerCache", "build_attention", "kv_bytes_pe
 class Attention(Protocol):
     """The attention of one layer, with this rank's heads."""
 
-    def forward(self, hidden_TD: torch.Tensor, batch: ForwardBatch, cache: LayerCache) -> torch.Tensor:
-        """Write the tokens of the step to the cache, attend; [T, D] on every tensor-parallel rank. T may be 0."""
+    def forward(self, hidden_TD: torch.Tensor, batch: ForwardBatch, cache: LayerCache, angles: Angles) -> torch.Tensor:
+        """Write the tokens of the step to the cache, attend; [T, D] on every tensor-parallel rank. T may be 0.
+
+        angles: of the tokens, by the layer's RopeSpec.
+        """
         ...
 
 

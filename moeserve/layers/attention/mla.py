@@ -12,11 +12,11 @@ from moeserve.layers.attention.kv_cache import LayerCache, MlaLayerCache
 from moeserve.layers.forward_batch import ForwardBatch
 from moeserve.layers.linear import Linear, column_linear, row_linear
 from moeserve.layers.norm import RmsNorm
-from moeserve.layers.rope import RotaryEmbedding
+from moeserve.layers.rope import Angles
 from moeserve.models.parameters import ParameterReader
 from moeserve.models.spec import MlaSpec, ModelSpec
 from moeserve.parallel import Group, ParallelContext, shard_range
-from moeserve_kernels import kv_cache_write, paged_attention
+from moeserve_kernels import PackedHeads, head_linear, kv_cache_write, pack_heads, paged_attention, rotary
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's latent norms have this epsilon whatever the rest of the model has."""
@@ -44,12 +44,11 @@ class MlaAttention:
     q_proj: Linear | _LowRankQuery
     kv_a_proj: Linear
     kv_a_norm: RmsNorm
-    key_up_HnC: torch.Tensor
-    """kv_b_proj's key half: latent to the part of the key that is not rotated."""
-    value_up_HCv: torch.Tensor
-    """kv_b_proj's value half, transposed."""
+    absorbed_key_up: PackedHeads
+    """kv_b_proj's key half, transposed: from the part of a query that is not rotated to the space of the latents."""
+    value_up: PackedHeads
+    """kv_b_proj's value half: from latents to values."""
     o_proj: Linear
-    rope: RotaryEmbedding
     group: Group
 
     @staticmethod
@@ -74,56 +73,56 @@ class MlaAttention:
             q_proj=_build_query(attention, prefix, heads, reader, device),
             kv_a_proj=column_linear(reader, f"{prefix}.kv_a_proj", everything, device, bias=attention.bias),
             kv_a_norm=RmsNorm.build(reader, f"{prefix}.kv_a_norm", LATENT_NORM_EPS, device),
-            key_up_HnC=key_up.contiguous(),
-            value_up_HCv=value_up.transpose(1, 2).contiguous(),
+            absorbed_key_up=pack_heads(key_up.transpose(1, 2)),
+            value_up=pack_heads(value_up),
             o_proj=row_linear(reader, f"{prefix}.o_proj", v_columns, device, adds_bias=adds_bias),
-            rope=RotaryEmbedding.build(attention.rope, device),
             group=parallel.tp,
         )
 
-    def forward(self, hidden_TD: torch.Tensor, batch: ForwardBatch, cache: LayerCache) -> torch.Tensor:
+    def forward(self, hidden_TD: torch.Tensor, batch: ForwardBatch, cache: LayerCache, angles: Angles) -> torch.Tensor:
         """[T, D], summed over the ranks of the group. Writes the latents of the tokens first."""
         assert isinstance(cache, MlaLayerCache)
-        angles = self.rope.angles(batch.positions_T)
-        kv_cache_write(self._latents(hidden_TD, angles), cache.latent_NSC, batch.slot_mapping_T)
-        key_NSGC = cache.latent_NSC.unsqueeze(2)
+        key_NSGC, scale_NSG = cache.latent_NS1C, cache.scale_NS1
+        latents_T1C = self._latents(hidden_TD, angles).unsqueeze(1)
+        kv_cache_write(latents_T1C, key_NSGC, batch.slot_mapping_T, scale_NSG)
         out_THC = paged_attention(
             self._queries(hidden_TD, angles),
             key_NSGC,
             key_NSGC[..., : self.spec.kv_lora_rank],
-            query_lens=batch.query_lens,
-            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            seq_lens_R=batch.seq_lens_R,
             block_tables_RB=batch.block_tables_RB,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
             softmax_scale=self.spec.softmax_scale,
             sliding_window=self.sliding_window,
+            key_scale_NSG=scale_NSG,
+            value_scale_NSG=scale_NSG,
         )
-        out_THv = _multiply_heads(out_THC, self.value_up_HCv)
+        out_THv = head_linear(out_THC, self.value_up)
         return self.group.all_reduce(self.o_proj.forward(out_THv.flatten(1)))
 
-    def _latents(self, hidden_TD: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _latents(self, hidden_TD: torch.Tensor, angles: Angles) -> torch.Tensor:
         """[T, C]: what the cache keeps of a token."""
         spec = self.spec
         latent_TC, key_TR = self.kv_a_proj.forward(hidden_TD).split_with_sizes(
             (spec.kv_lora_rank, spec.qk_rope_head_dim), dim=-1
         )
-        rotated_T1R = self.rope.forward(key_TR.unsqueeze(1), angles)
+        rotated_T1R = rotary(key_TR.unsqueeze(1), *angles, spec.rope.interleaved)
         return torch.cat([self.kv_a_norm.forward(latent_TC), rotated_T1R.squeeze(1)], dim=-1)
 
-    def _queries(self, hidden_TD: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _queries(self, hidden_TD: torch.Tensor, angles: Angles) -> torch.Tensor:
         """[T, H, C]: queries in the space of the latents."""
         spec = self.spec
         q_THD = self.q_proj.forward(hidden_TD).view(
             len(hidden_TD), self.num_heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim
         )
         nope_THn, rope_THR = q_THD.split_with_sizes((spec.qk_nope_head_dim, spec.qk_rope_head_dim), dim=-1)
-        absorbed_THC = _multiply_heads(nope_THn, self.key_up_HnC)
-        return torch.cat([absorbed_THC, self.rope.forward(rope_THR, angles)], dim=-1)
-
-
-def _multiply_heads(x_THi: torch.Tensor, weight_Hio: torch.Tensor) -> torch.Tensor:
-    """Each head by a matrix of its own: [T, H, i] and [H, i, o] to [T, H, o]."""
-    product_HTo = torch.bmm(x_THi.transpose(0, 1).float(), weight_Hio.float())
-    return product_HTo.transpose(0, 1).to(x_THi.dtype)
+        out_THC = q_THD.new_empty(*q_THD.shape[:2], spec.kv_lora_rank + spec.qk_rope_head_dim)
+        absorbed, rotated = out_THC.split_with_sizes((spec.kv_lora_rank, spec.qk_rope_head_dim), dim=-1)
+        head_linear(nope_THn, self.absorbed_key_up, out_THo=absorbed)
+        rotated.copy_(rotary(rope_THR, *angles, spec.rope.interleaved))
+        return out_THC
 
 
 def _build_query(

@@ -5,22 +5,18 @@ from dataclasses import dataclass
 import torch
 
 from moeserve.layers.attention.kv_cache import local_num_kv_heads
-from moeserve.layers.norm import RmsNorm
 from moeserve.models.parameters import ParameterReader
 from moeserve.models.spec import GqaSpec
 from moeserve.parallel import Group, ParallelContext
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """One norm for every query head, one for every key head (Qwen3)."""
+    """One norm for every query head, one for every key head (Qwen3); `attention_inputs` computes them."""
 
-    q_norm: RmsNorm
-    k_norm: RmsNorm
-
-    def forward(self, q_THD: torch.Tensor, k_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both, normalised."""
-        return self.q_norm.forward(q_THD), self.k_norm.forward(k_TGD)
+    q_weight_D: torch.Tensor
+    k_weight_D: torch.Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +58,8 @@ def build_qk_norm(
         return None
     names = (f"{prefix}.q_norm", f"{prefix}.k_norm")
     if spec.qk_norm == "head":
-        q_norm, k_norm = (RmsNorm.build(reader, name, eps, parallel.device) for name in names)
-        return HeadNorms(q_norm, k_norm)
+        q_weight, k_weight = (reader.read(f"{name}.weight").to(parallel.device) for name in names)
+        return HeadNorms(q_weight_D=q_weight, k_weight_D=k_weight, eps=eps)
     q_weight, k_weight = (
         reader.read(f"{name}.weight", slice(part.start * spec.head_dim, part.stop * spec.head_dim)).to(parallel.device)
         for name, part in zip(names, heads, strict=True)

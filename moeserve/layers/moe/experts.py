@@ -21,11 +21,8 @@ class Experts:
             rows.hidden_RD,
             rows.weights_RK,
             rows.expert_ids_RK,
-            self.store.gate_up_proj_p2FD,
-            self.store.down_proj_pDF,
+            self.store.experts,
             activation=self.activation.kind,
             alpha=self.activation.alpha,
             limit=self.activation.limit,
-            gate_up_bias_p2F=self.store.gate_up_bias_p2F,
-            down_bias_pD=self.store.down_bias_pD,
         )

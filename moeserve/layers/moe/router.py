@@ -5,9 +5,10 @@ Axes: T tokens, D model width, E logical experts, K top-k.
 
 import torch
 
+from moeserve.layers.linear import Linear
 from moeserve.models.parameters import ParameterReader
 from moeserve.models.spec import RouterSpec
-from moeserve_kernels import linear, topk_routing
+from moeserve_kernels import topk_routing
 
 
 class Router:
@@ -20,13 +21,11 @@ class Router:
     def __init__(
         self,
         spec: RouterSpec,
-        gate_weight_ED: torch.Tensor,
-        gate_bias_E: torch.Tensor | None = None,
+        gate: Linear,
         correction_bias_E: torch.Tensor | None = None,
     ) -> None:
         self.spec = spec
-        self.gate_weight_ED = gate_weight_ED
-        self.gate_bias_E = gate_bias_E
+        self.gate = gate
         self.correction_bias_E = correction_bias_E
 
     @staticmethod
@@ -38,14 +37,18 @@ class Router:
 
         return Router(
             spec,
-            read("weight"),
-            gate_bias_E=read("bias") if spec.gate_bias else None,
+            Linear.build(read("weight"), read("bias") if spec.gate_bias else None),
             correction_bias_E=read("correction_bias") if spec.correction_bias else None,
         )
 
-    def forward(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights (float32) and logical expert ids (int64), both [T, K]."""
-        logits_TE = linear(hidden_TD.float(), self.gate_weight_ED, self.gate_bias_E)
+    def forward(
+        self, hidden_TD: torch.Tensor, *, load_E: torch.Tensor | None = None, num_counted_tokens: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights (float32) and logical expert ids (int64), both [T, K].
+
+        load_E (int64): the choices of the first num_counted_tokens tokens are added to it.
+        """
+        logits_TE = self.gate.forward(hidden_TD.float())
         spec = self.spec
         return topk_routing(
             logits_TE,
@@ -57,4 +60,6 @@ class Router:
             num_selected_groups=spec.num_selected_groups,
             group_score=spec.group_score,
             correction_bias_E=self.correction_bias_E,
+            load_E=load_E,
+            num_real_tokens=num_counted_tokens,
         )

@@ -27,10 +27,14 @@ class SharedExpert:
             intermediate_size=spec.shared_intermediate_size,
             parallel=parallel,
         )
-        gate = Linear(reader.read(f"{prefix}.shared_gate.weight").to(parallel.device)) if spec.shared_gate else None
-        return SharedExpert(mlp=mlp, gate=gate)
+        return SharedExpert(mlp=mlp, gate=_load_gate(reader, prefix, parallel) if spec.shared_gate else None)
 
     def forward(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """This tp rank's addend [T, D]; the caller reduces it together with the routed experts' sum."""
         partial_TD = self.mlp.forward_partial(hidden_TD)
         return partial_TD if self.gate is None else partial_TD * self.gate.forward(hidden_TD).sigmoid()
+
+
+def _load_gate(reader: ParameterReader, prefix: str, parallel: ParallelContext) -> Linear:
+    """One output: too little to be worth quantizing."""
+    return Linear.build(reader.read(f"{prefix}.shared_gate.weight").to(parallel.device))
