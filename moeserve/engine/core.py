@@ -20,6 +20,14 @@ class StepExecutor(Protocol):
         """
         ...
 
+    def commit_change(self, change_id: int) -> None:
+        """Vote for this change of the expert placement from the next step on, until it is committed."""
+        ...
+
+    def drop_change(self, change_id: int) -> None:
+        """Withdraw the vote for this change and any before it, with the next step and for ever."""
+        ...
+
 
 class EngineCore:
     """A scheduler and the model it decides for."""
@@ -47,6 +55,14 @@ class EngineCore:
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         """End requests without another word about them; unknown ids are ignored."""
         self._scheduler.abort(request_ids)
+
+    def commit_change(self, change_id: int) -> None:
+        """Every rank has staged this change of the expert placement: the next steps shall commit it."""
+        self._executor.commit_change(change_id)
+
+    def drop_change(self, change_id: int) -> None:
+        """Never commit this change of the expert placement, unless that has happened."""
+        self._executor.drop_change(change_id)
 
     def step(self) -> list[RequestOutput]:
         """One step, empty if there is no work; returns the news of it."""

@@ -7,6 +7,7 @@ Every message is one frame (besides the ROUTER's identity frame).
 import msgspec
 
 from moeserve.engine.outputs import ReplicaStats, RequestOutput
+from moeserve.engine.placement_messages import CommitChange, DropChange
 from moeserve.engine.sampling_params import SamplingParams
 from moeserve.ids import DpRank, RequestId, WaveId
 
@@ -49,13 +50,13 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
 
 
 class WaveStarted(msgspec.Struct, frozen=True, kw_only=True, tag="wave_started"):
-    """This replica left idle wave `wave_id` for a request; the frontend passes it on as StartWave to its peers."""
+    """This replica left idle wave `wave_id` for work of its own; the frontend tells its peers by StartWave."""
 
     dp_rank: DpRank
     wave_id: WaveId
 
 
-ToReplica = AddRequest | AbortRequests | StartWave
+ToReplica = AddRequest | AbortRequests | StartWave | CommitChange | DropChange
 ToFrontend = ReplicaReady | StepOutputs | WaveStarted
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from moeserve.engine.sampling_params import SamplingParams
-from moeserve.ids import BlockId, PlacementEpoch, RequestId, StepId
+from moeserve.ids import BlockId, RequestId, StepId
 
 
 class FinishReason(StrEnum):
@@ -53,7 +53,6 @@ class SchedulerOutput:
     """
 
     step_id: StepId
-    placement_epoch: PlacementEpoch
     new_requests: list[NewRequestData] = field(default_factory=list)
     cached_requests: list[CachedRequestData] = field(default_factory=list)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)

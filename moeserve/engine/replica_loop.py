@@ -1,7 +1,8 @@
 """The loop of one DP replica: messages of the frontend in, steps, news out, over one ZeroMQ DEALER socket.
 
     start --ReplicaReady--> idle: sleeps in poll, no CPU <----------------------------+
-                             |  request (says WaveStarted) or StartWave               |
+                             |  request, CommitChange or DropChange (says             |
+                             |  WaveStarted), or StartWave                            |
                              v                                                        | nobody has tokens
                             active: drain messages, step, send StepOutputs -----------+
 
@@ -30,6 +31,7 @@ from moeserve.engine.messages import (
     replica_identity,
 )
 from moeserve.engine.outputs import ReplicaStats, RequestOutput
+from moeserve.engine.placement_messages import CommitChange, DropChange
 from moeserve.engine.wave import WaveTracker
 from moeserve.ids import DpRank
 
@@ -102,12 +104,22 @@ class ReplicaLoop:
         match message:
             case AddRequest():
                 self._core.add(message)
-                if self._wave.request_arrived() and self._has_peers:
-                    self._send(dealer, WaveStarted(dp_rank=self._dp_rank, wave_id=self._wave.wave_id))
+                self._wake(dealer)
             case AbortRequests():
                 self._core.abort(message.request_ids)
             case StartWave():
                 self._wave.start(message.wave_id)
+            case CommitChange():
+                self._core.commit_change(message.change_id)
+                self._wake(dealer)
+            case DropChange():
+                self._core.drop_change(message.change_id)
+                self._wake(dealer)
+
+    def _wake(self, dealer: zmq.Socket[bytes]) -> None:
+        """There is something to step for; peers that sleep must hear of it."""
+        if self._wave.work_arrived() and self._has_peers:
+            self._send(dealer, WaveStarted(dp_rank=self._dp_rank, wave_id=self._wave.wave_id))
 
     def _step(self, dealer: zmq.Socket[bytes]) -> None:
         news = self._core.step()

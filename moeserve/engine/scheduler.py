@@ -30,7 +30,7 @@ from moeserve.engine.outputs import (
 from moeserve.engine.request import Request, RequestStatus, check_finish
 from moeserve.engine.step_builder import StepBuilder
 from moeserve.engine.waiting_queue import WaitingQueue
-from moeserve.ids import PlacementEpoch, RequestId, StepId
+from moeserve.ids import RequestId, StepId
 
 
 class Scheduler:
@@ -48,8 +48,6 @@ class Scheduler:
     ) -> None:
         self.kv = KVAllocator(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
         self.max_model_len = max_model_len
-        self.placement_epoch = PlacementEpoch(0)
-        """Set between two steps, when a placement is committed."""
         self.running: list[Request] = []
         """In the order of (priority, arrival): the last is preempted first."""
         self._waiting = WaitingQueue()
@@ -113,11 +111,7 @@ class Scheduler:
         self._admit_waiting(step)
         self._in_step = step.scheduled
         forgotten_ids, self._forgotten_ids = self._forgotten_ids, []
-        output = step.build(
-            step_id=StepId(self._next_step_id),
-            placement_epoch=self.placement_epoch,
-            finished_request_ids=forgotten_ids,
-        )
+        output = step.build(step_id=StepId(self._next_step_id), finished_request_ids=forgotten_ids)
         self._next_step_id += 1
         return output
 

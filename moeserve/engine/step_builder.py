@@ -2,7 +2,7 @@
 
 from moeserve.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from moeserve.engine.request import Request
-from moeserve.ids import PlacementEpoch, RequestId, StepId
+from moeserve.ids import RequestId, StepId
 
 
 class StepBuilder:
@@ -26,12 +26,9 @@ class StepBuilder:
         request.num_sent_tokens = len(request.token_ids)
         request.num_sent_blocks = len(request.block_ids)
 
-    def build(
-        self, *, step_id: StepId, placement_epoch: PlacementEpoch, finished_request_ids: list[RequestId]
-    ) -> SchedulerOutput:
+    def build(self, *, step_id: StepId, finished_request_ids: list[RequestId]) -> SchedulerOutput:
         return SchedulerOutput(
             step_id=step_id,
-            placement_epoch=placement_epoch,
             new_requests=self._new,
             cached_requests=self._cached,
             num_scheduled_tokens={request.request_id: num_tokens for request, num_tokens in self.scheduled},

@@ -1,21 +1,26 @@
 """The placement of one MoE layer as tensors: from (logical expert, token row) to a physical expert.
 
 A logical expert with replicas is looked up in one of `num_buckets` columns, chosen by the token's row; replicas share
-the columns evenly. The answer depends on nothing but the row and the expert, so all ranks that hold the same tokens
-agree without talking.
+the columns by their weights. The answer depends on nothing but the row and the expert, so all ranks that hold the same
+tokens agree without talking.
 
-Axes: E logical experts, P physical experts of the EP group, C buckets, T tokens, K top-k.
+Axes: E logical experts, P physical experts of the EP group, p those of this rank, J replicas, C buckets, T tokens, K
+top-k.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from moeserve_placement import ExpertPlacement
 
 NUM_BUCKETS = 64
-"""Columns for each logical expert of a layer with replicas: 3 replicas get 22, 21 and 21 of them."""
+"""Columns for each logical expert of a layer with replicas: 3 replicas of one weight get 22, 21 and 21 of them."""
+
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,29 +35,39 @@ class PlacementTables:
     local_EC: torch.Tensor
     """int64, the same as a place in this rank's expert store; -1 where another rank holds it."""
     local_of_run: torch.Tensor
-    """int64 [ranks * p], 0 .. p - 1 for each rank: rows that arrive are runs of one source rank and local expert."""
+    """int64 [ranks * p], this rank's places for each rank: rows that arrive are runs of one source rank and expert."""
+    local_of_physical: torch.Tensor
+    """int64 [P + 1], a physical expert as a place in this rank's store, -1 where another rank holds it. The last, which
+    id -1 finds, is -1."""
 
     @staticmethod
-    def build(placement: ExpertPlacement, moe_layer: int, *, rank: int, device: torch.device) -> "PlacementTables":
+    def build(
+        placement: ExpertPlacement,
+        moe_layer: int,
+        *,
+        rank: int,
+        device: torch.device,
+        place_of_local_p: Int64s | None = None,
+        split_P: Floats | None = None,
+    ) -> "PlacementTables":
         """Tables of one layer as `rank` of the EP group sees them.
 
-        moe_layer: index among the MoE layers, the placement's layer axis.
+        moe_layer: index among the MoE layers, the placement's layer axis. place_of_local_p: where in the rank's store
+        its physical experts lie; None: in order. split_P: share of its logical expert's tokens that each physical
+        expert takes, only proportions count; None: all alike.
         """
-        num_replicas_E = placement.num_replicas_LE[moe_layer]
-        most = int(num_replicas_E.max())
-        bucket_C = np.arange(1 if most == 1 else max(NUM_BUCKETS, most))
-        replica_EC = bucket_C % num_replicas_E[:, None]
-        physical_EC = np.take_along_axis(placement.logical_to_physical_LEC[moe_layer], replica_EC, axis=1)
         held = placement.rank_slice(rank)
-        is_local_EC = (physical_EC >= held.start) & (physical_EC < held.stop)
-        local_of_run = torch.arange(held.stop - held.start).repeat(placement.num_ranks)
-        slices = [placement.rank_slice(r) for r in range(placement.num_ranks)]
+        places_p = np.arange(held.stop - held.start) if place_of_local_p is None else place_of_local_p
+        local_of_physical = np.full(placement.num_physical_experts + 1, -1)
+        local_of_physical[held] = places_p
+        physical_EC = _physical_by_bucket(placement.logical_to_physical_LEC[moe_layer], split_P)
         return PlacementTables(
             epoch=placement.epoch,
-            num_physical_by_rank=tuple(s.stop - s.start for s in slices),
+            num_physical_by_rank=tuple(placement.num_physical_R.tolist()),
             physical_EC=torch.from_numpy(physical_EC).to(device),
-            local_EC=torch.from_numpy(np.where(is_local_EC, physical_EC - held.start, -1)).to(device),
-            local_of_run=local_of_run.to(device),
+            local_EC=torch.from_numpy(local_of_physical[physical_EC]).to(device),
+            local_of_run=torch.from_numpy(np.tile(places_p, placement.num_ranks)).to(device),
+            local_of_physical=torch.from_numpy(local_of_physical).to(device),
         )
 
     def choose_physical(self, expert_ids_TK: torch.Tensor, first_row: int) -> torch.Tensor:
@@ -67,8 +82,43 @@ class PlacementTables:
 def _choose(table_EC: torch.Tensor, expert_ids_TK: torch.Tensor, first_row: int) -> torch.Tensor:
     num_buckets = table_EC.shape[1]
     if num_buckets == 1:
-        return table_EC[:, 0][expert_ids_TK]
+        return table_EC[:, 0].take(expert_ids_TK)
     # Consecutive rows take the buckets in turn: more even than a scrambling hash, and as deterministic.
     num_tokens = expert_ids_TK.shape[0]
     bucket_T = torch.arange(first_row, first_row + num_tokens, device=table_EC.device) % num_buckets
     return table_EC[expert_ids_TK, bucket_T[:, None]]
+
+
+def _physical_by_bucket(physical_EJ: Int64s, split_P: Floats | None) -> Int64s:
+    """[E, C], one replica for each bucket; physical_EJ is filled up with -1 behind an expert's last replica.
+
+    Replicas get whole buckets by the largest remainder, and stand as evenly among those of the others as they can.
+    """
+    is_replica_EJ = physical_EJ >= 0
+    num_experts, most = physical_EJ.shape
+    if most == 1:
+        return physical_EJ
+    num_buckets = max(NUM_BUCKETS, most)
+    weight_EJ = (
+        is_replica_EJ.astype(np.float64) if split_P is None else np.where(is_replica_EJ, split_P[physical_EJ], 0)
+    )
+    count_EJ = _shares(weight_EJ, num_buckets)
+    replica = np.repeat(np.tile(np.arange(most), num_experts), count_EJ.ravel())
+    expert = np.repeat(np.arange(num_experts), num_buckets)
+    first_EJ = np.cumsum(count_EJ).reshape(count_EJ.shape) - count_EJ
+    nth = np.arange(replica.size) - first_EJ[expert, replica]
+    # The nth of an expert's n buckets belongs at (nth + 1/2) / n of the way.
+    order = np.lexsort((replica, (nth + 0.5) / count_EJ[expert, replica], expert))
+    physical_EC: Int64s = physical_EJ[expert, replica[order]].reshape(num_experts, num_buckets)
+    return physical_EC
+
+
+def _shares(weight_EJ: Floats, total: int) -> Int64s:
+    """Whole numbers in proportion to the weights of each row, `total` a row."""
+    exact_EJ = weight_EJ / weight_EJ.sum(axis=1, keepdims=True) * total
+    count_EJ = np.floor(exact_EJ).astype(np.int64)
+    # Rank of each remainder in its row, largest first; the first replica wins a tie.
+    rank_EJ = np.argsort(np.argsort(count_EJ - exact_EJ, axis=1, kind="stable"), axis=1, kind="stable")
+    missing_E1 = total - count_EJ.sum(axis=1, keepdims=True)
+    whole_EJ: Int64s = count_EJ + (rank_EJ < missing_E1)
+    return whole_EJ

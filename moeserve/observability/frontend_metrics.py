@@ -26,8 +26,9 @@ class FrontendMetrics:
     """What the frontend counts. `read_stats` gives the newest statistics of each replica."""
 
     def __init__(self, read_stats: ReadStats) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_ReplicaCollector(read_stats))
+        self.registry = CollectorRegistry()
+        """For those who count things of their own beside these."""
+        self.registry.register(_ReplicaCollector(read_stats))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that gave a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.resumed_requests = self._counter("resumed_requests", "Requests sent again to ranks that were restarted.")
@@ -46,13 +47,13 @@ class FrontendMetrics:
 
     def render(self) -> bytes:
         """Text exposition of everything."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(_PREFIX + name, text, labels, registry=self._registry)
+        return Counter(_PREFIX + name, text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(_PREFIX + name, text, buckets=buckets, registry=self._registry)
+        return Histogram(_PREFIX + name, text, buckets=buckets, registry=self.registry)
 
 
 class _ReplicaCollector(Collector):

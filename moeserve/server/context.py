@@ -6,6 +6,7 @@ from moeserve.config import Config
 from moeserve.observability.frontend_metrics import FrontendMetrics
 from moeserve.server.engine_client import EngineClient
 from moeserve.server.errors import ApiError, show
+from moeserve.server.placement.service import PlacementService
 from moeserve.tokenizer import Tokenizer
 
 
@@ -15,6 +16,7 @@ class ServerContext:
     tokenizer: Tokenizer
     engine: EngineClient
     metrics: FrontendMetrics
+    placement: PlacementService
     model_max_len: int
     """Most tokens of prompt and output together; replicas may allow fewer."""
     created: int

@@ -25,6 +25,14 @@ from moeserve.engine.messages import (
     replica_identity,
 )
 from moeserve.engine.outputs import FinishReason, RequestOutput
+from moeserve.engine.placement_messages import (
+    CommitChange,
+    DropChange,
+    FromMigrator,
+    ToMigrator,
+    migrator_identity,
+    migrator_rank,
+)
 from moeserve.ids import DpRank, RequestId
 from moeserve.observability.frontend_metrics import FrontendMetrics
 from moeserve.server.engine_registry import EngineRegistry
@@ -48,15 +56,19 @@ class EngineClient:
         max_unfinished: int,
         clock: Callable[[], float],
         on_ready: Callable[[], None],
+        on_migrator: Callable[[int, FromMigrator], None],
     ) -> None:
+        """on_ready: called once, when all replicas are there. on_migrator: gets what the migrator of a rank says."""
         self._registry = registry
         self._metrics = metrics
         self._max_unfinished = max_unfinished
         self._clock = clock
         self._on_ready: Callable[[], None] | None = on_ready
+        self._on_migrator = on_migrator
         self._journal = Journal()
         self._closing = False
         self._decoder = msgspec.msgpack.Decoder(ToFrontend)
+        self._migrator_decoder = msgspec.msgpack.Decoder(FromMigrator)
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -95,17 +107,13 @@ class EngineClient:
         self._context.destroy(linger=0)
 
     async def run(self) -> None:
-        """Read what replicas say, until cancelled."""
+        """Read what replicas and migrators say, until cancelled."""
         while True:
             identity, *frames = await self._socket.recv_multipart()
             try:
-                message = self._decoder.decode(b"".join(frames))
+                self._receive(identity, b"".join(frames))
             except msgspec.MsgspecError as error:
                 logger.error("dropped a message from %r that cannot be read: %s", identity, error)
-                continue
-            # A former life whose name was taken over keeps a connection with another name for a moment.
-            if identity == replica_identity(message.dp_rank) and self._registry.knows(message.dp_rank):
-                self._handle(message)
 
     def submit(self, requests: Sequence[AddRequest], sink: OutputSink) -> None:
         """Start all of them, or none. Raises ApiError: 503 while replicas are missing, 429 when there are too many."""
@@ -127,6 +135,14 @@ class EngineClient:
     def find_lost_replicas(self) -> None:
         """Ask the socket about each replica: an abort of nothing is harmless, and fails where nobody is connected."""
         self._broadcast(AbortRequests(request_ids=[]))
+
+    def send_to_migrator(self, rank: int, message: ToMigrator) -> bool:
+        """To the migrator of one rank; False where it cannot be reached."""
+        return self._send_frames(migrator_identity(rank), message) is None
+
+    def send_to_replicas(self, message: CommitChange | DropChange) -> None:
+        """To the leader of every replica."""
+        self._broadcast(message)
 
     def fail_all(self, error: Exception) -> None:
         """The server ends: whoever still waits is told so, and nobody may come any more."""
@@ -151,6 +167,16 @@ class EngineClient:
         self._registry.add_work(dp_rank, entry.work_tokens)
         self._journal.add(entry)
         self._send(dp_rank, request)
+
+    def _receive(self, identity: bytes, frame: bytes) -> None:
+        rank = migrator_rank(identity)
+        if rank is not None:
+            self._on_migrator(rank, self._migrator_decoder.decode(frame))
+            return
+        message = self._decoder.decode(frame)
+        # A former life whose name was taken over keeps a connection with another name for a moment.
+        if identity == replica_identity(message.dp_rank) and self._registry.knows(message.dp_rank):
+            self._handle(message)
 
     def _handle(self, message: ReplicaReady | StepOutputs | WaveStarted) -> None:
         match message:
@@ -232,10 +258,13 @@ class EngineClient:
                 self._send(dp_rank, message)
 
     def _send(self, dp_rank: DpRank, message: ToReplica) -> None:
-        frames = [replica_identity(dp_rank), self._encoder.encode(message)]
-        sent = self._socket.send_multipart(frames, flags=zmq.DONTWAIT)
-        assert isinstance(sent, asyncio.Future)
-        error = sent.exception()  # with DONTWAIT it is done already
+        error = self._send_frames(replica_identity(dp_rank), message)
         if error is not None and self._registry.incarnation(dp_rank) is not None:
             logger.warning("replica %d is gone: %s", dp_rank, error)
             self._registry.lose_all()
+
+    def _send_frames(self, identity: bytes, message: ToReplica | ToMigrator) -> BaseException | None:
+        """Returns what went wrong: nobody of that name is connected."""
+        sent = self._socket.send_multipart([identity, self._encoder.encode(message)], flags=zmq.DONTWAIT)
+        assert isinstance(sent, asyncio.Future)
+        return sent.exception()  # with DONTWAIT it is done already

@@ -16,7 +16,9 @@ _MAX_SHOWN_VALUE_CHARS = 80
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
+    409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -129,6 +131,8 @@ def _explain(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     if not location or not isinstance(location[0], str):
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     path = _path(location)
+    if first["type"] == "extra_forbidden":
+        return f"{path} is not known here", path
     if first["type"] == "missing":
         return f"{path} is missing", path
     if first["type"] == "value_error":

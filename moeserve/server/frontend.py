@@ -21,6 +21,7 @@ from moeserve.server.context import ServerContext
 from moeserve.server.engine_client import EngineClient
 from moeserve.server.engine_registry import EngineRegistry
 from moeserve.server.errors import ApiError
+from moeserve.server.placement.service import PlacementService
 from moeserve.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Frontend:
         registry = EngineRegistry(config.parallel.data_parallel_size)
         metrics = FrontendMetrics(registry.read_stats)
         tokenizer = load_tokenizer(model_folder)
+        self.placement = PlacementService(config, metrics.registry, clock=time.monotonic)
         self._http_socket = _listen(config)
         self._engine = EngineClient(
             registry,
@@ -71,6 +73,7 @@ class Frontend:
             max_unfinished=config.server.max_num_waiting,
             clock=time.monotonic,
             on_ready=on_ready,
+            on_migrator=self.placement.receive,
         )
         try:
             self._engine.bind(f"tcp://{replica_host}:{config.server.replica_port}")
@@ -82,6 +85,7 @@ class Frontend:
             tokenizer=tokenizer,
             engine=self._engine,
             metrics=metrics,
+            placement=self.placement,
             model_max_len=max_model_len,
             created=int(time.time()),
             version=version("moeserve"),
@@ -119,6 +123,7 @@ class Frontend:
     async def _serve(self, owner_pid: int | None) -> None:
         tasks = [
             asyncio.create_task(self._engine.run(), name="engine client"),
+            asyncio.create_task(self.placement.run(self._engine), name="placement"),
             asyncio.create_task(_watch(self._engine, owner_pid), name="watch"),
         ]
         for task in tasks:

@@ -44,22 +44,31 @@ class BodyLimitMiddleware:
 
 
 class ApiKeyMiddleware:
-    """401 without `Authorization: Bearer <key>`; health, metrics and version stay open for probes."""
+    """401 without `Authorization: Bearer <key>`; health, metrics and version stay open for probes.
 
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+    The admin key opens whatever the API key does.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str, admin_key: str | None) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._api_key = api_key
+        self._admin_key = admin_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            if not (is_bearer(given, self._api_key) or is_bearer(given, self._admin_key)):
                 what = "wrong" if given else "missing"
                 message = f"{what} API key: send it as `Authorization: Bearer KEY`"
                 headers = {"www-authenticate": "Bearer"}
                 await send_error(send, ApiError(401, message, code="invalid_api_key", headers=headers))
                 return
         await self._app(scope, receive, send)
+
+
+def is_bearer(authorization: bytes, key: str | None) -> bool:
+    """Whether the value of an Authorization header carries the key; never, where there is none."""
+    return key is not None and hmac.compare_digest(authorization, f"Bearer {key}".encode())
 
 
 class AnswerCountMiddleware:

@@ -1,7 +1,7 @@
 """Answers that end when the client goes away: whole ones, and streams of server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -32,11 +32,11 @@ class EventRenderer(Protocol):
 
 
 class JsonResponse(Response):
-    """A struct, encoded."""
+    """A struct or plain values, encoded."""
 
     media_type = "application/json"
 
-    def __init__(self, content: msgspec.Struct, status_code: int = 200) -> None:
+    def __init__(self, content: msgspec.Struct | Mapping[str, Any], status_code: int = 200) -> None:
         super().__init__(_encode(content), status_code)
 
 

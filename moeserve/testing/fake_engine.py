@@ -64,7 +64,7 @@ class FakeReplica:
             max_model_len=settings.max_model_len,
             eos_token_ids=settings.eos_token_ids,
         )
-        executor = FakeExecutor(
+        self.executor = FakeExecutor(
             block_size=settings.block_size,
             next_token=next_token or hashed_token(settings.vocab_size),
             agree=None if agreement is None else partial(agreement.total, dp_rank),
@@ -80,7 +80,7 @@ class FakeReplica:
         self.error: BaseException | None = None
         self._agreement = agreement
         self._loop = ReplicaLoop(
-            EngineCore(self.scheduler, executor, time.monotonic),
+            EngineCore(self.scheduler, self.executor, time.monotonic),
             frontend_address=settings.frontend_address,
             dp_rank=dp_rank,
             dp_size=settings.dp_size,

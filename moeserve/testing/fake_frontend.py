@@ -17,6 +17,7 @@ from moeserve.engine.messages import (
     replica_identity,
 )
 from moeserve.engine.outputs import FinishReason, ReplicaStats
+from moeserve.engine.placement_messages import FromMigrator, migrator_rank
 from moeserve.ids import DpRank, RequestId
 
 _TIMEOUT_S = 20
@@ -30,10 +31,12 @@ class FakeFrontend:
         self.address = address
         self.dp_size = dp_size
         self.heard: list[ToFrontend] = []
+        self.heard_of_placement: list[FromMigrator] = []
         self.outputs: dict[RequestId, list[int]] = {}
         self.ended: dict[RequestId, FinishReason] = {}
         self.stats: dict[DpRank, ReplicaStats] = {}
         self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
+        self._migrator_decoder: msgspec.msgpack.Decoder[FromMigrator] = msgspec.msgpack.Decoder(FromMigrator)
 
     def send(self, dp_rank: int, message: ToReplica) -> None:
         self.send_frame(dp_rank, msgspec.msgpack.encode(message))
@@ -41,10 +44,15 @@ class FakeFrontend:
     def send_frame(self, dp_rank: int, frame: bytes) -> None:
         self.router.send_multipart([replica_identity(DpRank(dp_rank)), frame])
 
-    def receive(self) -> ToFrontend:
+    def receive(self) -> ToFrontend | FromMigrator:
         """The next message, after doing what it asks for."""
-        assert self.router.poll(_TIMEOUT_S * 1000), "no word from the replicas"
-        message = self._decoder.decode(self.router.recv_multipart()[1])
+        assert self.router.poll(_TIMEOUT_S * 1000), "no word from the ranks"
+        identity, frame = self.router.recv_multipart()
+        if migrator_rank(identity) is not None:
+            from_migrator: FromMigrator = self._migrator_decoder.decode(frame)
+            self.heard_of_placement.append(from_migrator)
+            return from_migrator
+        message = self._decoder.decode(frame)
         self.heard.append(message)
         match message:
             case WaveStarted():
@@ -61,8 +69,11 @@ class FakeFrontend:
 
     def wait_for_ready(self) -> None:
         """Until every replica has said so; no request may be sent before."""
-        for _ in range(self.dp_size):
-            assert isinstance(self.receive(), ReplicaReady)
+        num_ready = 0
+        while num_ready < self.dp_size:
+            message = self.receive()
+            assert not isinstance(message, StepOutputs | WaveStarted), "a replica spoke before it was ready"
+            num_ready += isinstance(message, ReplicaReady)
 
     def receive_until_step(self, step_id: int) -> None:
         """Until this step is the last thing every replica has told of."""

@@ -99,11 +99,20 @@ class FakeExecutor:
         self._agree = agree
         self._on_step = on_step
         self._requests: dict[RequestId, _RankRequest] = {}
+        self.committed_changes: list[int] = []
+        """Changes of the expert placement, as they were asked for."""
+        self.dropped_changes: list[int] = []
 
     @property
     def block_tables(self) -> dict[RequestId, list[BlockId]]:
         """Of the requests this rank knows."""
         return {request_id: list(request.block_table) for request_id, request in self._requests.items()}
+
+    def commit_change(self, change_id: int) -> None:
+        self.committed_changes.append(change_id)
+
+    def drop_change(self, change_id: int) -> None:
+        self.dropped_changes.append(change_id)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         if self._on_step is not None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moeserve_placement import ExpertPlacement
+from moeserve_placement import ExpertPlacement, PlacementError
 
 
 def random_placement(
@@ -36,3 +36,41 @@ def _random_layer(
         for rank in ranks:
             held[rank].append(int(expert))
     return np.concatenate([rng.permutation(np.array(experts, dtype=np.int64)) for experts in held])
+
+
+def random_successor(placement: ExpertPlacement, *, seed: int) -> ExpertPlacement:
+    """A next placement in which no rank gets more than one expert that it lacks in any layer.
+
+    In each layer two physical experts change places, on one rank or between two, or a redundant one becomes another.
+    """
+    rng = np.random.default_rng(seed)
+    table_LP = placement.physical_to_logical_LP.copy()
+    for layer, row_P in enumerate(table_LP):
+        while (row_P == placement.physical_to_logical_LP[layer]).all():
+            one, other = rng.choice(row_P.size, 2, replace=False)
+            changed_P = row_P.copy()
+            changed_P[other] = row_P[one]
+            if rng.random() < 0.5:
+                changed_P[one] = row_P[other]
+            if _is_valid(placement, changed_P):
+                row_P[:] = changed_P
+    return ExpertPlacement(
+        physical_to_logical_LP=table_LP,
+        num_logical_experts=placement.num_logical_experts,
+        num_ranks=placement.num_ranks,
+        epoch=placement.epoch + 1,
+        num_physical_by_rank=placement.num_physical_by_rank,
+    )
+
+
+def _is_valid(placement: ExpertPlacement, row_P: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bool:
+    try:
+        ExpertPlacement(
+            physical_to_logical_LP=row_P[None],
+            num_logical_experts=placement.num_logical_experts,
+            num_ranks=placement.num_ranks,
+            num_physical_by_rank=placement.num_physical_by_rank,
+        )
+    except PlacementError:
+        return False
+    return True

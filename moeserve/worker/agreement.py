@@ -1,4 +1,4 @@
-"""What all replicas of an engine settle before each step: token counts, stop votes and the placement epoch.
+"""What all replicas of an engine settle before each step: token counts, stops, placement epoch, and what to commit.
 
 Every rank takes part, in the group of ranks with its tp_rank; so all ranks of a replica, whose inputs are the same,
 learn the same, and none can enter a collective of the forward pass that another one does not enter.
@@ -17,6 +17,8 @@ class AgreedStep:
     num_tokens_by_dp_rank: tuple[int, ...]
     engine_stops: bool
     """A replica voted to stop: this step does not run, nor does any after it."""
+    committed_change: int = 0
+    """The change of the placement that every replica voted for: all commit it now, before the step; 0: none."""
 
     @property
     def engine_is_idle(self) -> bool:
@@ -30,12 +32,25 @@ class StepAgreement:
     def __init__(self, parallel: ParallelContext) -> None:
         self._parallel = parallel
 
-    def agree(self, num_tokens: int, *, votes_stop: bool, placement_epoch: PlacementEpoch) -> AgreedStep:
-        """Blocks until every replica has said its part."""
+    def agree(
+        self, num_tokens: int, *, votes_stop: bool, placement_epoch: PlacementEpoch, commit_vote: int = 0
+    ) -> AgreedStep:
+        """Blocks until every replica has said its part.
+
+        commit_vote: the change that this replica would commit; 0: none.
+        """
         group = self._parallel.dp
         if group.size == 1:
-            return AgreedStep(num_tokens_by_dp_rank=(num_tokens,), engine_stops=votes_stop)
-        mine = torch.tensor([num_tokens, votes_stop, placement_epoch], dtype=torch.int64, device=self._parallel.device)
-        num_tokens_by_dp_rank, stop_votes, epochs = group.all_gather(mine).T.tolist()
+            return AgreedStep(
+                num_tokens_by_dp_rank=(num_tokens,), engine_stops=votes_stop, committed_change=commit_vote
+            )
+        mine = torch.tensor(
+            [num_tokens, votes_stop, placement_epoch, commit_vote], dtype=torch.int64, device=self._parallel.device
+        )
+        num_tokens_by_dp_rank, stop_votes, epochs, commit_votes = group.all_gather(mine).T.tolist()
         assert len(set(epochs)) == 1, f"the replicas stand in different placement epochs: {epochs}"
-        return AgreedStep(num_tokens_by_dp_rank=tuple(num_tokens_by_dp_rank), engine_stops=any(stop_votes))
+        return AgreedStep(
+            num_tokens_by_dp_rank=tuple(num_tokens_by_dp_rank),
+            engine_stops=any(stop_votes),
+            committed_change=commit_vote if len(set(commit_votes)) == 1 else 0,
+        )

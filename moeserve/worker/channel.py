@@ -5,19 +5,15 @@ in order and none is lost while both live. A follower that waits looks now and t
 """
 
 import os
-import socket
 from contextlib import suppress
-from dataclasses import dataclass
 
 import msgspec
-import psutil
-import torch
 import zmq
 
 from moeserve.engine.outputs import SchedulerOutput
-from moeserve.parallel import Group, ParallelContext
+from moeserve.parallel import ParallelContext
+from moeserve.worker.hosts import Host, address_towards, exchange, this_host
 
-_ADDRESS_BYTES = 1024
 _PARENT_CHECK_MS = 1000
 _LINGER_MS = 1000
 _SEND_TIMEOUT_MS = 60_000
@@ -25,7 +21,11 @@ _SEND_TIMEOUT_MS = 60_000
 
 class RunStep(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     output: SchedulerOutput
-    votes_stop: bool
+    votes_stop: bool = False
+    commit_vote: int = 0
+    """The change of the placement that this replica would commit with the step; 0: none."""
+    dropped_change: int = 0
+    """This change and all before it have been withdrawn: this replica never votes for them again."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
@@ -95,49 +95,14 @@ class FollowerChannel:
         self._context.term()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """Names of the host a rank runs on, by which two ranks tell whether they share it."""
-
-    name: str
-    ipv4: list[str]
-
-
 def open_channel(parallel: ParallelContext) -> LeaderChannel | FollowerChannel:
     """Connect the ranks of a replica; collective over the TP group."""
-    hosts = [msgspec.json.decode(r, type=Host) for r in _exchange(_this_host(), parallel.tp, parallel.device)]
+    hosts = [msgspec.json.decode(r, type=Host) for r in exchange(this_host(), parallel.tp, parallel.device)]
     if not parallel.layout.is_leader:
-        record = _exchange({}, parallel.tp, parallel.device)[0]
+        record = exchange({}, parallel.tp, parallel.device)[0]
         return FollowerChannel(msgspec.json.decode(record, type=dict[int, str])[parallel.tp.rank])
     channel = LeaderChannel()
     interfaces = {rank: address_towards(hosts[rank], this=hosts[0]) for rank in range(1, parallel.tp.size)}
     addresses = {rank: channel.add_follower(interface) for rank, interface in interfaces.items()}
-    _exchange(addresses, parallel.tp, parallel.device)
+    exchange(addresses, parallel.tp, parallel.device)
     return channel
-
-
-def _exchange(value: object, group: Group, device: torch.device) -> list[bytes]:
-    """JSON of every member's value, in rank order."""
-    record = msgspec.json.encode(value)
-    assert len(record) <= _ADDRESS_BYTES, f"a record of {len(record)} bytes is too long to exchange"
-    mine = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-    mine[: len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    return [row.numpy().tobytes().rstrip(b"\0") for row in group.all_gather(mine.to(device)).cpu()]
-
-
-def _this_host() -> Host:
-    addresses = [a.address for nic in psutil.net_if_addrs().values() for a in nic if a.family == socket.AF_INET]
-    return Host(name=socket.gethostname()[:256], ipv4=sorted(a for a in addresses if not a.startswith("127."))[:32])
-
-
-def address_towards(peer: Host, *, this: Host) -> str:
-    """This host's address on the way to `peer`: loopback where it is the same host."""
-    foreign = [address for address in peer.ipv4 if address not in this.ipv4]
-    if peer == this or not foreign:
-        return "127.0.0.1"
-    for address in foreign:
-        # Nothing is sent: the kernel only looks up the route.
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
-            return str(probe.getsockname()[0])
-    raise OSError(f"host {this.name} has no route to host {peer.name} ({', '.join(foreign)})")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -22,9 +23,20 @@ from moeserve.worker.agreement import StepAgreement
 from moeserve.worker.channel import FollowerChannel, LeaderChannel, RunStep
 from moeserve.worker.input_batch import InputBatch
 from moeserve.worker.memory import agree_on_num_blocks
+from moeserve.worker.migration import OnlinePlacement
 from moeserve.worker.model_runner import ModelRunner
+from moeserve_kernels import Quantization
+from moeserve_placement import ExpertPlacement
 
 logger = logging.getLogger(__name__)
+
+_TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 
 
 class EngineStopped(Exception):  # noqa: N818 - not an error: the way out of the loop that steps
@@ -34,20 +46,49 @@ class EngineStopped(Exception):  # noqa: N818 - not an error: the way out of the
 class Worker:
     """This rank's model with its KV cache; all ranks of the engine step together."""
 
-    def __init__(self, runner: ModelRunner, agreement: StepAgreement, *, num_blocks: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        runner: ModelRunner,
+        agreement: StepAgreement,
+        *,
+        placement: ExpertPlacement | None,
+        num_blocks: int,
+        max_model_len: int,
+    ) -> None:
+        self.decoder = decoder
+        self.start_placement = placement
+        """Of the experts, as they were loaded; None for a model without any."""
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
         self._runner = runner
         self._agreement = agreement
+        self._online: OnlinePlacement | None = None
 
-    def step(self, output: SchedulerOutput, *, votes_stop: bool = False) -> ModelRunnerOutput:
+    def follow(self, online: OnlinePlacement) -> None:
+        """From the next step on commit changes of the placement, and count loads."""
+        self._online = online
+
+    def has_staged(self, change_id: int) -> bool:
+        """Whether this rank could commit the change."""
+        return self._online is not None and self._online.has_staged(change_id)
+
+    def step(self, step: RunStep) -> ModelRunnerOutput:
         """Agree with the other replicas, then run the step; raises EngineStopped if one of them votes to stop."""
+        output, online = step.output, self._online
         agreed = self._agreement.agree(
-            output.total_num_scheduled_tokens, votes_stop=votes_stop, placement_epoch=output.placement_epoch
+            output.total_num_scheduled_tokens,
+            votes_stop=step.votes_stop,
+            placement_epoch=PlacementEpoch(0) if online is None else online.epoch,
+            commit_vote=step.commit_vote,
         )
         if agreed.engine_stops:
             raise EngineStopped
-        return self._runner.execute(output, agreed.num_tokens_by_dp_rank)
+        if online is not None:
+            online.settle(committed_change=agreed.committed_change, dropped_change=step.dropped_change)
+        is_measured = online is not None and not agreed.engine_is_idle
+        with online.measure(output) if online is not None and is_measured else nullcontext():
+            return self._runner.execute(output, agreed.num_tokens_by_dp_rank)
 
     def forget_all(self) -> None:
         """Drop every request, when the scheduler that knew them is gone."""
@@ -61,11 +102,31 @@ class LeaderExecutor:
         self._worker = worker
         self._channel = channel
         self._votes_stop = False
+        self._wanted_change = 0
+        self._dropped_change = 0
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Blocks until the step is done; raises EngineStopped once a replica has voted to stop."""
-        self._channel.send(RunStep(output=output, votes_stop=self._votes_stop))
-        return self._worker.step(output, votes_stop=self._votes_stop)
+        step = RunStep(
+            output=output,
+            votes_stop=self._votes_stop,
+            # One that is not staged here was meant for ranks before a restart, or is committed.
+            commit_vote=self._wanted_change if self._worker.has_staged(self._wanted_change) else 0,
+            dropped_change=self._dropped_change,
+        )
+        self._channel.send(step)
+        return self._worker.step(step)
+
+    def commit_change(self, change_id: int) -> None:
+        """Vote for this change of the placement in every step, until it is committed or withdrawn."""
+        if change_id > self._dropped_change:
+            self._wanted_change = change_id
+
+    def drop_change(self, change_id: int) -> None:
+        """Withdraw the vote for this change and any before it, for ever."""
+        self._dropped_change = max(self._dropped_change, change_id)
+        if self._wanted_change <= change_id:
+            self._wanted_change = 0
 
     def vote_stop(self) -> None:
         """Have the next step end the engine, on all ranks; safe in a signal handler."""
@@ -87,7 +148,7 @@ class FollowerLoop:
         """Returns after Stop, or when the engine stops; raises ParentDiedError in an orphaned process."""
         try:
             while isinstance(message := self._channel.receive(), RunStep):
-                self._worker.step(message.output, votes_stop=message.votes_stop)
+                self._worker.step(message)
         except EngineStopped:
             logger.info("the engine stops")
         finally:
@@ -103,36 +164,62 @@ def build_worker(config: Config, spec: ModelSpec, folder: Path, parallel: Parall
     check_layout(spec, config.parallel)
     max_model_len = resolve_max_model_len(config, spec)
     dtype = resolve_dtype(config, spec)
-    decoder = _load_decoder(config, spec, folder, parallel, dtype=dtype, progress=progress)
+    placement = starting_placement(spec, config.parallel) if spec.moe_layer_ids else None
+    decoder = _load_decoder(config, spec, folder, parallel, placement, dtype=dtype, progress=progress)
     block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
+    kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else _TORCH_DTYPES[config.cache.kv_cache_dtype]
     num_blocks = agree_on_num_blocks(
         config.cache,
-        bytes_per_block=kv_bytes_per_block(spec, block_size=block_size, dtype=dtype, tp_size=parallel.layout.tp_size),
+        bytes_per_block=kv_bytes_per_block(
+            spec, block_size=block_size, dtype=kv_dtype, tp_size=parallel.layout.tp_size
+        ),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         parallel=parallel,
     )
-    kv_cache = KVCache.allocate(spec, num_blocks=num_blocks, block_size=block_size, dtype=dtype, parallel=parallel)
+    kv_cache = KVCache.allocate(spec, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, parallel=parallel)
     input_batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
     runner = ModelRunner(decoder, kv_cache, input_batch, parallel=parallel)
-    worker = Worker(runner, StepAgreement(parallel), num_blocks=num_blocks, max_model_len=max_model_len)
+    worker = Worker(
+        decoder,
+        runner,
+        StepAgreement(parallel),
+        placement=placement,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+    )
     for output in _warm_up_steps(num_tokens=min(4, max_model_len), block_size=block_size):
-        worker.step(output)
+        worker.step(RunStep(output=output))
     return worker
 
 
 def _load_decoder(
-    config: Config, spec: ModelSpec, folder: Path, parallel: ParallelContext, *, dtype: torch.dtype, progress: bool
+    config: Config,
+    spec: ModelSpec,
+    folder: Path,
+    parallel: ParallelContext,
+    placement: ExpertPlacement | None,
+    *,
+    dtype: torch.dtype,
+    progress: bool,
 ) -> Decoder:
-    reader = open_checkpoint(folder, spec, dtype)
-    placement = starting_placement(spec, config.parallel) if spec.moe_layer_ids else None
+    quantization: Quantization | None = "int8" if config.model.quantization == "int8" else None
+    reader = open_checkpoint(folder, spec, dtype, quantization=quantization)
     is_shown = progress and parallel.layout.rank == 0
     with tqdm(total=len(spec.layers), desc="Loading weights", unit="layer", disable=not is_shown) as bar:
 
         def on_layer_loaded(layer: int) -> None:
             bar.update(layer + 1 - bar.n)
 
-        return Decoder.build(spec, reader, parallel, placement, dtype=dtype, on_layer_loaded=on_layer_loaded)
+        return Decoder.build(
+            spec,
+            reader,
+            parallel,
+            placement,
+            dtype=dtype,
+            num_spare_places=config.placement.spare_places if parallel.layout.world_size > 1 else 0,
+            on_layer_loaded=on_layer_loaded,
+        )
 
 
 def _warm_up_steps(*, num_tokens: int, block_size: int) -> Iterator[SchedulerOutput]:
@@ -152,15 +239,13 @@ def _warm_up_steps(*, num_tokens: int, block_size: int) -> Iterator[SchedulerOut
         )
         yield SchedulerOutput(
             step_id=StepId(0),
-            placement_epoch=PlacementEpoch(0),
             new_requests=[request],
             num_scheduled_tokens={request_id: num_tokens - num_computed_tokens},
             finished_request_ids=[request_id],
         )
-    yield SchedulerOutput(step_id=StepId(0), placement_epoch=PlacementEpoch(0), finished_request_ids=[request_id])
+    yield SchedulerOutput(step_id=StepId(0), finished_request_ids=[request_id])
 
 
 def resolve_dtype(config: Config, spec: ModelSpec) -> torch.dtype:
-    """The type the model computes in and the KV cache holds."""
-    name = spec.dtype if config.model.dtype == "auto" else config.model.dtype
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    """The type the model computes in."""
+    return _TORCH_DTYPES[spec.dtype if config.model.dtype == "auto" else config.model.dtype]

@@ -14,13 +14,14 @@ from moeserve.engine.messages import AddRequest
 from moeserve.engine.outputs import SchedulerOutput, TokenLogprobs
 from moeserve.engine.sampling_params import SamplingParams
 from moeserve.engine.scheduler import Scheduler
-from moeserve.ids import PlacementEpoch, RequestId, StepId
+from moeserve.ids import RequestId, StepId
 from moeserve.models.hf_config import read_model_spec
 from moeserve.parallel import ParallelContext, ParallelLayout, init_parallel, single_rank_context
 from moeserve.testing.checkpoints import write_tiny_checkpoint
 from moeserve.testing.multiprocess import run_ranks
 from moeserve.testing.thread_ranks import run_thread_ranks
 from moeserve.worker.channel import FollowerChannel, LeaderChannel, open_channel
+from moeserve.worker.device import load_native_kernels
 from moeserve.worker.worker import EngineStopped, FollowerLoop, LeaderExecutor, build_worker
 
 pytestmark = pytest.mark.distributed
@@ -148,6 +149,7 @@ def test_threads_as_ranks(
 
 
 def serve_as_process(rank: int, folder: Path, config: ParallelConfig) -> Answers:
+    load_native_kernels(torch.device("cpu"))  # as a server does: with them come collectives over shared memory
     layout = ParallelLayout.build(config, rank=rank, world_size=config.world_size)
     return serve(folder, config, init_parallel(layout, torch.device("cpu")))
 
@@ -172,7 +174,7 @@ def test_one_vote_stops_all_ranks(checkpoint: Path, tp_size: int, dp_size: int) 
             FollowerLoop(worker, channel).run()
             return "follower stopped"
         executor = LeaderExecutor(worker, channel)
-        output = SchedulerOutput(step_id=StepId(0), placement_epoch=PlacementEpoch(0))
+        output = SchedulerOutput(step_id=StepId(0))
         assert executor.execute(output).engine_is_idle
         if parallel.layout.dp_rank == 0:
             executor.vote_stop()

@@ -14,6 +14,7 @@ import pytest
 from moeserve.config import SchedulerConfig
 from moeserve.engine.messages import AbortRequests, AddRequest, ReplicaReady, StartWave, StepOutputs, WaveStarted
 from moeserve.engine.outputs import FinishReason, SchedulerOutput
+from moeserve.engine.placement_messages import CommitChange, DropChange
 from moeserve.engine.sampling_params import SamplingParams
 from moeserve.ids import DpRank, RequestId, WaveId
 from moeserve.testing.fake_engine import FakeEngineSettings, FakeReplica, run_fake_engine
@@ -218,3 +219,15 @@ def test_a_start_for_another_wave_wakes_nobody() -> None:
         frontend.send(0, message)
         frontend.receive_until_step(1)
     assert len(num_steps) == 4, "two steps on each of two replicas"
+
+
+def test_changes_of_the_placement_wake_all_replicas_and_reach_their_executors() -> None:
+    with listening_frontend(dp_size=2) as frontend, run_fake_engine(settings_for(frontend)) as replicas:
+        frontend.wait_for_ready()
+        frontend.send(0, CommitChange(change_id=4))
+        frontend.receive_until_step(0)
+        assert [replica.executor.committed_changes for replica in replicas] == [[4], []]
+        frontend.send(1, DropChange(change_id=4))
+        frontend.receive_until_step(1)
+        assert [replica.executor.dropped_changes for replica in replicas] == [[], [4]]
+    assert [m.wave_id for m in frontend.heard if isinstance(m, WaveStarted)] == [0, 1]

@@ -98,7 +98,7 @@ class World:
                 replica.wave.start(WaveId(wave_id))
                 continue
             replica.work += 1
-            if replica.wave.request_arrived():
+            if replica.wave.work_arrived():
                 self.to_frontend.append((dp_rank, replica.wave.wave_id))
         replica.inbox = []
         if not replica.wave.is_idle:
@@ -136,7 +136,7 @@ def test_no_order_of_events_ends_in_a_deadlock(num_replicas: int, num_requests: 
 
 def test_a_late_start_does_not_begin_the_next_wave() -> None:
     wave = WaveTracker()
-    assert wave.request_arrived()
+    assert wave.work_arrived()
     wave.end()
     wave.start(WaveId(0))
     assert (wave.wave_id, wave.is_idle) == (1, True)
@@ -154,7 +154,7 @@ def test_a_start_ahead_of_us_is_applied_when_we_get_there() -> None:
 
 def test_only_the_request_that_leaves_idle_is_told_to_the_peers() -> None:
     wave = WaveTracker()
-    assert [wave.request_arrived(), wave.request_arrived()] == [True, False]
+    assert [wave.work_arrived(), wave.work_arrived()] == [True, False]
     wave.end()
     wave.start(WaveId(1))
-    assert not wave.request_arrived()
+    assert not wave.work_arrived()

@@ -77,3 +77,43 @@ def test_consecutive_rows_alternate_between_two_replicas() -> None:
 def test_without_replicas_there_is_one_column() -> None:
     placement = ExpertPlacement.identity(num_layers=1, num_logical_experts=5, num_ranks=3)
     assert PlacementTables.build(placement, 0, rank=1, device=CPU).physical_EC.shape == (5, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(placement=placements(), seed=st.integers(0, 99))
+def test_replicas_share_the_buckets_by_their_weights(placement: ExpertPlacement, seed: int) -> None:
+    """To less than one bucket, and every run of neighbours as near to its share as whole buckets let it be."""
+    weight_P = np.random.default_rng(seed).random(placement.num_physical_experts) ** 3
+    for layer in range(placement.num_layers):
+        tables = PlacementTables.build(placement, layer, rank=0, device=CPU, split_P=weight_P)
+        logical_P = placement.physical_to_logical_LP[layer]
+        physical_EC = tables.physical_EC.numpy()
+        num_buckets = physical_EC.shape[1]
+        for logical, chosen_C in enumerate(physical_EC):
+            replicas = np.flatnonzero(logical_P == logical)
+            exact = weight_P[replicas] / weight_P[replicas].sum()
+            taken_CJ = np.cumsum(chosen_C[:, None] == replicas, axis=0)
+            assert np.abs(taken_CJ[-1] - exact * num_buckets).max() < 1.0 + 1e-9
+            share_J = taken_CJ[-1] / num_buckets
+            due_CJ = np.arange(1, num_buckets + 1)[:, None] * share_J
+            assert np.abs(taken_CJ - due_CJ).max() <= max(1.0, len(replicas) / 2)
+
+
+def test_places_of_the_store_are_what_the_rank_is_told() -> None:
+    placement = random_placement(num_layers=1, num_experts=6, num_ranks=2, num_redundant_experts=2, seed=4)
+    plain = PlacementTables.build(placement, 0, rank=1, device=CPU)
+    place_of_local_p = np.array([4, 2, 0, 5])
+    moved = PlacementTables.build(placement, 0, rank=1, device=CPU, place_of_local_p=place_of_local_p)
+    place_of = torch.from_numpy(np.append(place_of_local_p, -1))
+    assert torch.equal(moved.physical_EC, plain.physical_EC)
+    for name in ("local_EC", "local_of_run", "local_of_physical"):
+        assert torch.equal(getattr(moved, name), place_of[getattr(plain, name)]), name
+
+
+def test_an_empty_place_is_never_chosen() -> None:
+    placement = ExpertPlacement(
+        physical_to_logical_LP=np.array([[0, 1, -1, 1, 2, -1]]), num_logical_experts=3, num_ranks=2
+    )
+    tables = PlacementTables.build(placement, 0, rank=0, device=CPU, split_P=np.ones(6))
+    chosen = tables.choose_physical(torch.tensor([[0, 1, 2]]).expand(9, -1), first_row=0)
+    assert set(chosen.flatten().tolist()) == {0, 1, 3, 4}

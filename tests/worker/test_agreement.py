@@ -42,3 +42,20 @@ def test_replicas_in_different_epochs_do_not_step() -> None:
 
     with pytest.raises(AssertionError, match=r"different placement epochs: \[0, 1\]"):
         run_thread_ranks(agree, dp_size=2)
+
+
+@pytest.mark.parametrize(("tp_size", "dp_size"), [(2, 1), (1, 2), (2, 3)])
+def test_a_change_is_committed_when_every_replica_votes_for_it(tp_size: int, dp_size: int) -> None:
+    def agree(parallel: ParallelContext) -> list[int]:
+        agreement = StepAgreement(parallel)
+        dp_rank = parallel.layout.dp_rank
+        is_last = dp_rank == dp_size - 1
+        votes = [0, 5 if is_last else 0, 5 if is_last else 6, 6]
+        return [
+            agreement.agree(0, votes_stop=False, placement_epoch=PlacementEpoch(0), commit_vote=vote).committed_change
+            for vote in votes
+        ]
+
+    # One replica is all of them.
+    expected = [0, 5, 5, 6] if dp_size == 1 else [0, 0, 0, 6]
+    assert run_thread_ranks(agree, tp_size=tp_size, dp_size=dp_size) == [expected] * (tp_size * dp_size)

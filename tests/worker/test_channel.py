@@ -4,21 +4,20 @@ import pytest
 
 from moeserve.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from moeserve.engine.sampling_params import SamplingParams
-from moeserve.ids import BlockId, PlacementEpoch, RequestId, StepId
+from moeserve.ids import BlockId, RequestId, StepId
 from moeserve.parallel import ParallelContext
 from moeserve.testing.thread_ranks import run_thread_ranks
 from moeserve.worker import channel as channel_module
 from moeserve.worker.channel import (
     FollowerChannel,
-    Host,
     LeaderChannel,
     ParentDiedError,
     RunStep,
     Stop,
     ToFollower,
-    address_towards,
     open_channel,
 )
+from moeserve.worker.hosts import Host, address_towards
 
 
 def full_step() -> RunStep:
@@ -46,13 +45,12 @@ def full_step() -> RunStep:
     )
     output = SchedulerOutput(
         step_id=StepId(4),
-        placement_epoch=PlacementEpoch(2),
         new_requests=[new],
         cached_requests=[cached],
         num_scheduled_tokens={RequestId("old"): 1, RequestId("new"): 2},
         finished_request_ids=[RequestId("gone")],
     )
-    return RunStep(output=output, votes_stop=True)
+    return RunStep(output=output, votes_stop=True, commit_vote=8, dropped_change=7)
 
 
 def test_messages_arrive_whole_and_in_order_at_every_follower() -> None:
@@ -60,7 +58,7 @@ def test_messages_arrive_whole_and_in_order_at_every_follower() -> None:
     followers = [FollowerChannel(leader.add_follower("127.0.0.1")) for _ in range(2)]
     messages = [
         full_step(),
-        RunStep(output=SchedulerOutput(step_id=StepId(5), placement_epoch=PlacementEpoch(2)), votes_stop=False),
+        RunStep(output=SchedulerOutput(step_id=StepId(5)), votes_stop=False),
         Stop(),
     ]
     for message in messages:
@@ -110,7 +108,7 @@ def test_an_address_that_both_hosts_have_leads_nowhere() -> None:
 @pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 2), (3, 1), (2, 2)])
 def test_followers_hear_their_own_leader(tp_size: int, dp_size: int) -> None:
     def talk(parallel: ParallelContext) -> list[ToFollower]:
-        output = SchedulerOutput(step_id=StepId(parallel.layout.dp_rank), placement_epoch=PlacementEpoch(0))
+        output = SchedulerOutput(step_id=StepId(parallel.layout.dp_rank))
         messages: list[ToFollower] = [RunStep(output=output, votes_stop=False), Stop()]
         channel = open_channel(parallel)
         if isinstance(channel, LeaderChannel):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moeserve.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from moeserve.engine.sampling_params import SamplingParams
-from moeserve.ids import BlockId, PlacementEpoch, RequestId, StepId
+from moeserve.ids import BlockId, RequestId, StepId
 from moeserve.worker.input_batch import InputBatch, StepInputs
 
 BLOCK_SIZE = 4
@@ -62,7 +62,6 @@ def scheduler_output(
         sequence.num_sent_blocks = len(sequence.block_ids)
     return SchedulerOutput(
         step_id=StepId(0),
-        placement_epoch=PlacementEpoch(0),
         new_requests=new,
         cached_requests=cached,
         num_scheduled_tokens={sequence.request_id: n for sequence, n in scheduled or []},

@@ -1,0 +1,1 @@
+"""Experts that move between ranks while the engine serves: places, records over TCP, and changes that are staged."""
