@@ -5,7 +5,7 @@
 
 Contenders take turns within a round, and a ratio is the median of the rounds' ratios: a machine that slows down slows
 both. Of a round counts the median call, so that what the system does beside it (a rank that loses its core for
-milliseconds) shows in the means only. A rank is a process with one thread, as in a served engine. Exits with 1 when the
+milliseconds) shows in the means only. A rank is a process with one thread, as in a served engine. Exits with 1 when a
 target is missed.
 """
 
@@ -42,8 +42,10 @@ SHARED_MEMORY = "shared memory"
 GLOO = "gloo"
 ALL_GATHER = "all-gather"
 ALL_TO_ALL = "all-to-all"
-TARGET_CASE = "dispatch and combine of 64 tokens"
+EXCHANGE_CASE = f"all_to_all 64 x {WIDTH}, there and back"
+LAYER_CASE = "dispatch and combine of 64 tokens"
 MOST_OF_GLOO = 0.2
+"""Target of both, as a part of the time that gloo's all_to_all_single takes for the same."""
 
 Call = Callable[[], object]
 
@@ -67,7 +69,7 @@ class Effort:
 
 def main() -> int:
     arguments = _arguments()
-    effort = Effort(num_rounds=5, round_s=0.03) if arguments.quick else Effort(num_rounds=15, round_s=0.2)
+    effort = Effort(num_rounds=5, round_s=0.02) if arguments.quick else Effort(num_rounds=15, round_s=0.1)
     native.build()
     timings: list[Timing] = run_ranks(time_collectives, 2, effort, timeout_s=600.0)[0]
     with _busy_process():
@@ -128,15 +130,14 @@ def time_collectives(rank: int, effort: Effort) -> list[Timing]:
         SHARED_MEMORY: partial(_there_and_back, parallel.ep, rows),
         GLOO: partial(_there_and_back, gloo, rows),
     }
-    timings += _time(f"all_to_all 64 x {WIDTH}, there and back", there_and_back, effort)
-    dispatcher = build_dispatcher(parallel, top_k=TOP_K)
+    timings += _time(EXCHANGE_CASE, there_and_back, effort)
     layer = _Layer(parallel, num_tokens_by_dp_rank=(64, 64))
-    tokens_for_both = torch.zeros(2 * 64, WIDTH, dtype=torch.bfloat16)
-    whole_layer: dict[str, Call] = {
-        SHARED_MEMORY: partial(layer.run, dispatcher),
-        GLOO: partial(_there_and_back, gloo, tokens_for_both),
-    }
-    return timings + _time(TARGET_CASE, whole_layer, effort)
+    run_ours = partial(layer.run, build_dispatcher(parallel, top_k=TOP_K))
+    over_gloo = AllToAllDispatcher(replace(parallel, dp=gloo, ep=gloo))
+    timings += _time(LAYER_CASE, {SHARED_MEMORY: run_ours, GLOO: partial(layer.run, over_gloo)}, effort)
+    rows_for_both = torch.zeros(2 * 64, WIDTH, dtype=torch.bfloat16)
+    rows_alone: dict[str, Call] = {SHARED_MEMORY: run_ours, GLOO: partial(_there_and_back, gloo, rows_for_both)}
+    return timings + _time(f"{LAYER_CASE}, gloo: rows alone", rows_alone, effort)
 
 
 def _there_and_back(group: Group, rows: torch.Tensor) -> None:
@@ -213,8 +214,8 @@ def _time(case: str, calls: Mapping[str, Call], effort: Effort) -> list[Timing]:
 
 def _agreed_repeats(call: Call, round_s: float) -> int:
     """Calls that fill a round on rank 0."""
-    _microseconds(call, 3)
-    repeats = torch.tensor(max(5, int(round_s * 1e6 / statistics.fmean(_microseconds(call, 10)))))
+    _microseconds(call, 2)
+    repeats = torch.tensor(max(3, int(round_s * 1e6 / statistics.median(_microseconds(call, 5)))))
     dist.broadcast(repeats, 0)
     return int(repeats)
 
@@ -230,29 +231,38 @@ def _microseconds(call: Call, repeats: int) -> list[float]:
 
 
 def _report(timings: Sequence[Timing], ways: Sequence[Timing]) -> tuple[str, bool]:
-    """The report, and whether the target is met."""
-    found = next(_ratio(ours, gloo) for ours, gloo in _pairs(timings) if ours.case == TARGET_CASE)
-    is_met = found <= MOST_OF_GLOO
-    verdict = "met" if is_met else "MISSED"
+    """The report, and whether the targets are met."""
+    found = {ours.case: _ratio(ours, gloo) for ours, gloo in _pairs(timings)}
+    targets = [
+        f"- {case} in at most {MOST_OF_GLOO} of gloo's time: {found[case]:.3f}, {_verdict(found[case])}"
+        for case in (EXCHANGE_CASE, LAYER_CASE)
+    ]
     lines = [
         "# Collectives between ranks of one host",
         "",
         "Written by `python benchmarks/bench_collectives.py --results benchmarks/results`.",
         f"{describe_machine().text}.",
         "",
-        f"Two ranks, {WIDTH} wide, bfloat16; microseconds of a call, median over rounds. Dispatch and combine: those of",
-        f"a layer with {NUM_EXPERTS} experts, {TOP_K} for each token; all tensor work, but no experts. Beside them stands",
-        "gloo's all_to_all_single, which carries each token to both ranks and back and does nothing else.",
+        f"Two ranks, {WIDTH} wide, bfloat16; microseconds of a call, median over rounds. Dispatch and combine are",
+        f"those of a layer with {NUM_EXPERTS} experts, {TOP_K} for each token: all tensor work, no experts. Over gloo",
+        "they go by all_to_all_single, a row for each token and expert; `rows alone` is what all_to_all_single takes",
+        "to carry each token to both ranks and back, which is less work than ours.",
         "",
         *_table(timings, (SHARED_MEMORY, GLOO)),
         "",
-        f"Target: {TARGET_CASE} in at most {MOST_OF_GLOO} of gloo's time: {found:.3f}, {verdict}.",
+        "Targets:",
+        "",
+        *targets,
         "",
         f"The ways to bring tokens to experts, over shared memory ({NUM_EXPERTS} experts, {TOP_K} for each token):",
         "",
         *_table(ways, (ALL_GATHER, ALL_TO_ALL)),
     ]
-    return "\n".join(lines), is_met
+    return "\n".join(lines), all(found[case] <= MOST_OF_GLOO for case in (EXCHANGE_CASE, LAYER_CASE))
+
+
+def _verdict(ratio: float) -> str:
+    return "met" if ratio <= MOST_OF_GLOO else "MISSED"
 
 
 def _table(timings: Sequence[Timing], contenders: tuple[str, str]) -> list[str]:

@@ -81,6 +81,7 @@ class LoadRecorder:
         self._clock = clock
         self._unix_time = unix_time
         self._window = _Window()
+        self._last_end_unix_s = 0.0
         self.layers = [LayerLoad(self._load_2LE[:, layer], self._add_expert_seconds) for layer in range(num_layers)]
 
     @contextmanager
@@ -91,7 +92,8 @@ class LoadRecorder:
             self._end_window()
         window = self._window
         if not window.num_steps:
-            window.start, window.start_unix_s = start, self._unix_time()
+            # Two clocks: the next window must not begin before the end of the last, not even by a microsecond.
+            window.start, window.start_unix_s = start, max(self._unix_time(), self._last_end_unix_s)
         yield
         window.end = self._clock()
         window.step_s += window.end - start
@@ -104,12 +106,13 @@ class LoadRecorder:
 
     def _end_window(self) -> None:
         window, self._window = self._window, _Window()
+        self._last_end_unix_s = window.start_unix_s + window.end - window.start
         load_2LE = self._load_2LE.cpu().numpy().copy()
         self._load_2LE.zero_()
         self._on_window(
             LoadSample(
                 start_s=window.start_unix_s,
-                end_s=window.start_unix_s + window.end - window.start,
+                end_s=self._last_end_unix_s,
                 num_steps=window.num_steps,
                 num_prefill_tokens=window.num_prefill_tokens,
                 num_decode_tokens=window.num_decode_tokens,
