@@ -11,6 +11,7 @@ target is missed.
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -71,14 +72,19 @@ def main() -> int:
     arguments = _arguments()
     effort = Effort(num_rounds=5, round_s=0.02) if arguments.quick else Effort(num_rounds=15, round_s=0.1)
     native.build()
+    load = os.getloadavg()[0]
     timings: list[Timing] = run_ranks(time_collectives, 2, effort, timeout_s=600.0)[0]
     with _busy_process():
         beside: list[Timing] = run_ranks(time_collectives, 2, effort, timeout_s=600.0)[0]
     timings += [replace(timing, case=f"{timing.case}, a third process busy") for timing in beside]
     ways = [timing for size in (2, 4) for timing in run_ranks(time_dispatchers, size, effort, timeout_s=600.0)[0]]
-    report, is_met = _report(timings, ways)
+    report, is_met = _report(timings, ways, load)
     print(report, file=sys.stderr if arguments.json == "-" else sys.stdout)
-    record = {"machine": asdict(describe_machine()), "timings": [asdict(timing) for timing in timings + ways]}
+    record = {
+        "machine": asdict(describe_machine()),
+        "load": load,
+        "timings": [asdict(timing) for timing in timings + ways],
+    }
     write_json(arguments.json, record)
     if arguments.results is not None:
         (arguments.results / "collectives_cpu.md").write_text(report + "\n")
@@ -230,7 +236,7 @@ def _microseconds(call: Call, repeats: int) -> list[float]:
     return times
 
 
-def _report(timings: Sequence[Timing], ways: Sequence[Timing]) -> tuple[str, bool]:
+def _report(timings: Sequence[Timing], ways: Sequence[Timing], load: float) -> tuple[str, bool]:
     """The report, and whether the targets are met."""
     found = {ours.case: _ratio(ours, gloo) for ours, gloo in _pairs(timings)}
     targets = [
@@ -242,6 +248,7 @@ def _report(timings: Sequence[Timing], ways: Sequence[Timing]) -> tuple[str, boo
         "",
         "Written by `python benchmarks/bench_collectives.py --results benchmarks/results`.",
         f"{describe_machine().text}.",
+        f"Load average before the run: {load:.1f}.",
         "",
         f"Two ranks, {WIDTH} wide, bfloat16; microseconds of a call, median over rounds. Dispatch and combine are",
         f"those of a layer with {NUM_EXPERTS} experts, {TOP_K} for each token: all tensor work, no experts. Over gloo",

@@ -22,14 +22,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option("--quantization", help="none, or int8: 8-bit weights, quantized while loading")
     option("--num-redundant-experts", type=int, metavar="N", help="physical minus logical experts of each layer")
     option("--placement-file", metavar="FILE", help="saved expert placement to start with")
-    option("--kv-cache-dtype", help="auto (as the model), float32, bfloat16, float16, fp8 or int8")
     option("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="KV cache of each rank, such as 512M or 2G")
     option("--max-model-len", type=int, metavar="N", help="most tokens of prompt and output together")
     option("--max-num-seqs", type=int, metavar="N", help="most requests of a DP replica that run at once")
     option("--max-num-batched-tokens", type=int, metavar="N", help="most tokens of a DP replica in one step")
     option("--served-model-name", nargs="+", metavar="NAME", help="names the API answers to")
     option("--api-key", metavar="KEY", help="clients must send it as a bearer token")
-    option("--admin-key", metavar="KEY", help="operators must send it as a bearer token; opens /v1/placement's orders")
     option("--host", help="address to listen on (127.0.0.1)")
     option("--port", type=int, help="port to listen on (8000)")
     option("--config", type=Path, metavar="FILE.toml", help="settings by section; flags win over the file")
@@ -46,12 +44,10 @@ _SETTING_OF_FLAG = {
     "data_parallel_size": "parallel.data_parallel_size",
     "num_redundant_experts": "parallel.num_redundant_experts",
     "placement_file": "parallel.placement_file",
-    "kv_cache_dtype": "cache.kv_cache_dtype",
     "kv_cache_memory": "cache.kv_cache_memory",
     "max_num_seqs": "scheduler.max_num_seqs",
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
     "api_key": "server.api_key",
-    "admin_key": "server.admin_key",
     "host": "server.host",
     "port": "server.port",
 }

@@ -9,8 +9,8 @@ from moeserve_launch.arguments import add_serve_arguments, config_from_arguments
 
 ALLOWED_FLAGS = {
     "--tensor-parallel-size", "--data-parallel-size", "--dtype", "--quantization", "--num-redundant-experts",
-    "--placement-file", "--kv-cache-dtype", "--kv-cache-memory", "--max-model-len", "--max-num-seqs",
-    "--max-num-batched-tokens", "--served-model-name", "--api-key", "--admin-key", "--host", "--port", "--config",
+    "--placement-file", "--kv-cache-memory", "--max-model-len", "--max-num-seqs",
+    "--max-num-batched-tokens", "--served-model-name", "--api-key", "--host", "--port", "--config",
     "--set", "--help",
 }  # fmt: skip
 
