@@ -3,6 +3,7 @@
 The launchers run on CPU tensors of serving shapes; each launch is compiled through to machine code instead of started.
 """
 
+import ast
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -79,9 +81,17 @@ def compile_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         made = run(self, *args, grid=grid, warmup=True, **kwargs)
         launched[id(made)] = made, {"kernel": self.__name__, "constants": kwargs}
 
+    parse, parsing = ast.parse, Lock()
+
+    def parse_one_at_a_time(*args: Any, **kwargs: Any) -> ast.AST:
+        """CPython 3.11 mixes up how deep it is when two threads build syntax trees (a SystemError)."""
+        with parsing:
+            return parse(*args, **kwargs)
+
     def compile_launches(launch: Callable[[], None], capability: int) -> list[Compiled]:
         monkeypatch.setattr(triton.runtime.driver, "_active", CompileOnlyDriver(capability))
         monkeypatch.setattr(JITFunction, "run", record)
+        monkeypatch.setattr(ast, "parse", parse_one_at_a_time)
         with ThreadPoolExecutor(2) as pool, triton.AsyncCompileMode(pool):
             launch()
         return [

@@ -48,7 +48,9 @@ def test_every_split_pours_out_exactly_the_load(case: tuple[ExpertPlacement, Flo
         assert (tokens_LP >= 0).all()
         np.testing.assert_allclose(_sums(placement, tokens_LP), load_LE, rtol=1e-9, atol=1e-9)
         split_LP = shares(table_LP, tokens_LP, load_LE)
-        np.testing.assert_allclose(_sums(placement, split_LP), 1.0, rtol=1e-9)
+        shared_LE = _sums(placement, split_LP)
+        np.testing.assert_allclose(shared_LE * load_LE, load_LE, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(shared_LE, 1.0, rtol=1e-6)
         np.testing.assert_allclose(tokens_in_force(table_LP, load_LE, split_LP), tokens_LP, rtol=1e-9, atol=1e-9)
 
 
