@@ -4,6 +4,8 @@ The noise is a hash of (seed, position, token id), so a request draws the same t
 and after a restart. Every row has its own parameters.
 """
 
+from typing import Any
+
 import torch
 
 from moeserve_kernels.backend import Backend, choose_backend
@@ -79,28 +81,18 @@ def sample(
     assert logits_RV.dtype == torch.float32
     assert seed_R.dtype == position_R.dtype == torch.int64
     chosen = choose_backend(logits_RV.device, backend, has_native=is_loaded())
+    settings: dict[str, Any] = {
+        "temperature_R": temperature_R,
+        "top_k_R": top_k_R,
+        "top_p_R": top_p_R,
+        "min_p_R": min_p_R,
+        "seed_R": seed_R,
+        "position_R": position_R,
+    }
     if chosen == "cpu":
-        return torch.ops.moeserve.sample.default(
-            logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R
-        )
+        return torch.ops.moeserve.sample.default(logits_RV, *settings.values())
     if chosen == "triton":
         from moeserve_kernels.sampling import triton as triton_impl
 
-        return triton_impl.sample(
-            logits_RV,
-            temperature_R=temperature_R,
-            top_k_R=top_k_R,
-            top_p_R=top_p_R,
-            min_p_R=min_p_R,
-            seed_R=seed_R,
-            position_R=position_R,
-        )
-    return torch_impl.sample(
-        logits_RV,
-        temperature_R=temperature_R,
-        top_k_R=top_k_R,
-        top_p_R=top_p_R,
-        min_p_R=min_p_R,
-        seed_R=seed_R,
-        position_R=position_R,
-    )
+        return triton_impl.sample(logits_RV, **settings)
+    return torch_impl.sample(logits_RV, **settings)
