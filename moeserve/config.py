@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
@@ -59,8 +59,8 @@ class ModelConfig:
 class ParallelConfig:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
-    num_redundant_experts: int = 0
-    """Physical minus logical experts of each MoE layer."""
+    num_redundant_experts: int | Literal["auto"] = 0
+    """Physical minus logical experts of each MoE layer; auto: as many as help and the KV cache can spare memory for."""
     placement_file: str | None = None
     """A saved expert placement to start with; default: experts in order, spread evenly."""
     threads_per_rank: int | None = None
@@ -69,7 +69,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _at_least("parallel.tensor_parallel_size", self.tensor_parallel_size, 1)
         _at_least("parallel.data_parallel_size", self.data_parallel_size, 1)
-        _at_least("parallel.num_redundant_experts", self.num_redundant_experts, 0)
+        if self.num_redundant_experts != "auto":
+            _at_least("parallel.num_redundant_experts", self.num_redundant_experts, 0)
         if self.threads_per_rank is not None:
             _at_least("parallel.threads_per_rank", self.threads_per_rank, 1)
 
@@ -251,10 +252,12 @@ def _build(owner: Any, section: str, values: Mapping[str, Any]) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, types.UnionType):
+    if _is_union(hint):
         return any(_fits(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -262,11 +265,18 @@ def _fits(value: Any, hint: Any) -> bool:
     return value is None if hint is types.NoneType else isinstance(value, hint)
 
 
+def _is_union(hint: Any) -> bool:
+    """Of types alone, or with a Literal among them."""
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
 def _describe(hint: Any) -> str:
-    if isinstance(hint, types.UnionType):
+    if _is_union(hint):
         return " or ".join(_describe(option) for option in typing.get_args(hint) if option is not types.NoneType)
     if typing.get_origin(hint) is tuple:
         return "a list of strings"
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(typing.get_args(hint))
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]
 
 

@@ -30,6 +30,7 @@ from moeserve.parallel import single_rank_context
 from moeserve.tokenizer import Tokenizer, load_tokenizer
 from moeserve.worker.channel import LeaderChannel
 from moeserve.worker.device import load_native_kernels, resolve_device
+from moeserve.worker.graph_recorder import graph_recorder_of
 from moeserve.worker.worker import LeaderExecutor, build_worker
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class LLM:
         self._config = config
         self._spec = spec
         self._worker = build_worker(config, spec, folder, parallel, progress=True)
+        self._worker.capture_decode(graph_recorder_of(device), progress=True)
         self._core = self._new_core()
         self._request_numbers = count()
 

@@ -20,7 +20,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option("-dp", "--data-parallel-size", type=int, metavar="M", help="attention replicas of the engine")
     option("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float16")
     option("--quantization", help="none, or int8: 8-bit weights, quantized while loading")
-    option("--num-redundant-experts", type=int, metavar="N", help="physical minus logical experts of each layer")
+    option("--num-redundant-experts", type=_parse_redundant, metavar="N", help="physical minus logical experts of "
+           "each layer; auto: as many as help and the KV cache can spare memory for")  # fmt: skip
     option("--placement-file", metavar="FILE", help="saved expert placement to start with")
     option("--kv-cache-memory", type=parse_bytes, metavar="BYTES", help="KV cache of each rank, such as 512M or 2G")
     option("--max-model-len", type=int, metavar="N", help="most tokens of prompt and output together")
@@ -61,6 +62,15 @@ def config_from_arguments(arguments: argparse.Namespace) -> Config:
         if value is not None:
             overrides[setting] = value
     return load_config(arguments.config, overrides)
+
+
+def _parse_redundant(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, got {text!r}") from error
 
 
 def parse_bytes(text: str) -> int:

@@ -17,6 +17,7 @@ from moeserve.ids import DpRank
 from moeserve.parallel import ParallelLayout, init_parallel
 from moeserve.worker.channel import LeaderChannel, open_channel
 from moeserve.worker.device import load_native_kernels, resolve_device
+from moeserve.worker.graph_recorder import graph_recorder_of
 from moeserve.worker.migration import start_online_placement
 from moeserve.worker.worker import FollowerLoop, LeaderExecutor, Worker, build_worker
 from moeserve_launch.preflight import ServableModel
@@ -45,8 +46,9 @@ def run_engine_rank(config: Config, model: ServableModel, place: RankEnvironment
                 on_death=_end_rank,
             )
         )
+    worker.capture_decode(graph_recorder_of(device), progress=place.rank == 0)
     if isinstance(channel, LeaderChannel):
-        _tell_kv_size(config, worker, layout)
+        _tell_memory(config, worker, layout)
         core = _engine_core(config, model, LeaderExecutor(worker, channel), num_blocks=worker.num_blocks)
         _replica_loop(core, _ready_message(config, model, layout, worker), address, dp_size=layout.dp_size).run()
     else:
@@ -59,8 +61,10 @@ def _end_rank(error: BaseException) -> None:
     os._exit(1)
 
 
-def _tell_kv_size(config: Config, worker: Worker, layout: ParallelLayout) -> None:
+def _tell_memory(config: Config, worker: Worker, layout: ParallelLayout) -> None:
     if layout.rank == 0:
+        if worker.redundancy is not None:
+            print(f"redundant experts (auto): {worker.redundancy.describe()}", flush=True)
         num_tokens = worker.num_blocks * config.cache.block_size
         print(f"KV cache of each DP replica: {worker.num_blocks:,} blocks, {num_tokens:,} tokens", flush=True)
 

@@ -25,13 +25,17 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacementTables:
-    """What a rank must know of one layer's placement to route its tokens; replaced as a whole at an epoch commit."""
+    """What a rank must know of one layer's placement to route its tokens.
 
-    epoch: int
+    Their shapes follow from that of the placement, so that another one can take force in the same memory: a step that
+    was captured with the tables reads what they hold now.
+    """
+
     num_physical_by_rank: tuple[int, ...]
     """Physical experts of each rank of the EP group; ids are contiguous per rank."""
     physical_EC: torch.Tensor
-    """int64, physical expert of a logical expert and bucket; C is 1 where no expert of the layer has replicas."""
+    """int64 [E + 1, C], physical expert of a logical expert and bucket; C is 1 where there is no room for replicas. The
+    last row, which id -1 finds, is -1."""
     local_EC: torch.Tensor
     """int64, the same as a place in this rank's expert store; -1 where another rank holds it."""
     local_of_run: torch.Tensor
@@ -60,9 +64,10 @@ class PlacementTables:
         places_p = np.arange(held.stop - held.start) if place_of_local_p is None else place_of_local_p
         local_of_physical = np.full(placement.num_physical_experts + 1, -1)
         local_of_physical[held] = places_p
-        physical_EC = _physical_by_bucket(placement.logical_to_physical_LEC[moe_layer], split_P)
+        num_buckets = max(NUM_BUCKETS, placement.num_ranks) if placement.num_redundant_experts else 1
+        by_bucket_EC = _physical_by_bucket(placement.logical_to_physical_LEC[moe_layer], split_P, num_buckets)
+        physical_EC = np.concatenate([by_bucket_EC, np.full((1, num_buckets), -1)])
         return PlacementTables(
-            epoch=placement.epoch,
             num_physical_by_rank=tuple(placement.num_physical_R.tolist()),
             physical_EC=torch.from_numpy(physical_EC).to(device),
             local_EC=torch.from_numpy(local_of_physical[physical_EC]).to(device),
@@ -70,8 +75,19 @@ class PlacementTables:
             local_of_physical=torch.from_numpy(local_of_physical).to(device),
         )
 
+    @torch.inference_mode()
+    def take_over(self, other: "PlacementTables") -> None:
+        """Hold what the other ones hold, which are of a placement of the same shape, in the memory that is there."""
+        assert self.num_physical_by_rank == other.num_physical_by_rank
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            assert mine.shape == theirs.shape, f"a placement of another shape: {theirs.shape}, not {mine.shape}"
+            mine.copy_(theirs)
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.physical_EC, self.local_EC, self.local_of_run, self.local_of_physical
+
     def choose_physical(self, expert_ids_TK: torch.Tensor, first_row: int) -> torch.Tensor:
-        """Physical experts [T, K] for tokens that stand in rows first_row, first_row + 1, ..."""
+        """Physical experts [T, K] for tokens that stand in rows first_row, first_row + 1, ...; -1 for an id of -1."""
         return _choose(self.physical_EC, expert_ids_TK, first_row)
 
     def choose_local(self, expert_ids_TK: torch.Tensor, first_row: int) -> torch.Tensor:
@@ -89,16 +105,15 @@ def _choose(table_EC: torch.Tensor, expert_ids_TK: torch.Tensor, first_row: int)
     return table_EC[expert_ids_TK, bucket_T[:, None]]
 
 
-def _physical_by_bucket(physical_EJ: Int64s, split_P: Floats | None) -> Int64s:
+def _physical_by_bucket(physical_EJ: Int64s, split_P: Floats | None, num_buckets: int) -> Int64s:
     """[E, C], one replica for each bucket; physical_EJ is filled up with -1 behind an expert's last replica.
 
     Replicas get whole buckets by the largest remainder, and stand as evenly among those of the others as they can.
     """
     is_replica_EJ = physical_EJ >= 0
     num_experts, most = physical_EJ.shape
-    if most == 1:
+    if num_buckets == 1:
         return physical_EJ
-    num_buckets = max(NUM_BUCKETS, most)
     weight_EJ = (
         is_replica_EJ.astype(np.float64) if split_P is None else np.where(is_replica_EJ, split_P[physical_EJ], 0)
     )

@@ -28,10 +28,13 @@ class ForwardBatch:
     """int64, KV blocks of each request in order, padded with 0 behind the last used one."""
     query_lens: tuple[int, ...]
     """Token count of each request, on the host."""
-    seq_lens: tuple[int, ...]
-    """`seq_lens_R`, on the host."""
+    max_seq_len: int
+    """On the host: the largest of `seq_lens_R`, or a bound for it."""
     num_tokens_by_dp_rank: tuple[int, ...]
     """T of every replica of the engine in this step."""
+    num_real_tokens_1: torch.Tensor | None = None
+    """int64, in a step of fixed shapes: tokens from there on fill it up, each as a request of its own that reads one
+    position, writes none, and goes to no expert. Nothing else about the step is known on the host."""
 
     @property
     def max_query_len(self) -> int:
@@ -44,8 +47,9 @@ class ForwardBatch:
         return count_decode_tokens(self.query_lens)
 
     @property
-    def max_seq_len(self) -> int:
-        return max(self.seq_lens, default=0)
+    def has_fixed_shapes(self) -> bool:
+        """Whether the same step is to serve other tokens, as many of them and fewer."""
+        return self.num_real_tokens_1 is not None
 
 
 def count_decode_tokens(query_lens: Iterable[int]) -> int:

@@ -27,17 +27,33 @@ def check_layout(spec: ModelSpec, parallel: ParallelConfig) -> None:
         starting_placement(spec, parallel)
 
 
-def starting_placement(spec: ModelSpec, parallel: ParallelConfig) -> ExpertPlacement:
+def evenly_redundant(num_experts: int, num_ranks: int, num_more: int = 0) -> int:
+    """Redundant experts where all ranks have as many places: what an even spread needs, and `num_more` beyond.
+
+    No rank holds two copies of an expert.
+    """
+    num_places = min(-(-num_experts // num_ranks) + num_more, num_experts)
+    return num_places * num_ranks - num_experts
+
+
+def starting_placement(
+    spec: ModelSpec, parallel: ParallelConfig, *, auto_redundant_experts: int | None = None
+) -> ExpertPlacement:
     """The placement of `parallel.placement_file`, else experts in order; for a model with MoE layers.
 
-    Raises ConfigError where the file or the number of redundant experts does not fit the model and the ranks.
+    auto_redundant_experts: what `auto` came to; by default the fewest it can come to. Raises ConfigError where the file
+    or the number of redundant experts does not fit the model and the ranks.
     """
     if parallel.placement_file is not None:
         return _placement_from_file(spec, parallel, Path(parallel.placement_file))
-    num_physical = spec.num_experts + parallel.num_redundant_experts
+    num_redundant = parallel.num_redundant_experts
+    if num_redundant == "auto":
+        fewest = evenly_redundant(spec.num_experts, parallel.world_size)
+        num_redundant = fewest if auto_redundant_experts is None else auto_redundant_experts
+    num_physical = spec.num_experts + num_redundant
     if num_physical < parallel.world_size:
         raise ConfigError(
-            f"{spec.num_experts} experts and {parallel.num_redundant_experts} redundant ones are too few for "
+            f"{spec.num_experts} experts and {num_redundant} redundant ones are too few for "
             f"{parallel.world_size} ranks: use at most {num_physical} ranks (tensor_parallel_size x "
             f"data_parallel_size), or set parallel.num_redundant_experts to at least "
             f"{parallel.world_size - spec.num_experts}"
@@ -47,7 +63,7 @@ def starting_placement(spec: ModelSpec, parallel: ParallelConfig) -> ExpertPlace
             num_layers=len(spec.moe_layer_ids),
             num_logical_experts=spec.num_experts,
             num_ranks=parallel.world_size,
-            num_redundant_experts=parallel.num_redundant_experts,
+            num_redundant_experts=num_redundant,
         )
     except PlacementError as error:
         raise ConfigError(f"parallel.num_redundant_experts: {error}") from error
@@ -68,10 +84,10 @@ def _placement_from_file(spec: ModelSpec, parallel: ParallelConfig, path: Path) 
             raise ConfigError(f"parallel.placement_file {path} is for {found} {what}, but {source} {needed}")
     if (placement.physical_to_logical_LP < 0).any():
         raise ConfigError(f"parallel.placement_file {path} leaves places empty: ranks load an expert into each")
-    if parallel.num_redundant_experts not in (0, placement.num_redundant_experts):
+    if parallel.num_redundant_experts not in ("auto", 0, placement.num_redundant_experts):
         raise ConfigError(
-            f"parallel.num_redundant_experts must be 0 or {placement.num_redundant_experts} with the placement file "
-            f"{path}, got {parallel.num_redundant_experts}"
+            f"parallel.num_redundant_experts must be auto, 0 or {placement.num_redundant_experts} with the placement "
+            f"file {path}, got {parallel.num_redundant_experts}"
         )
     return placement
 

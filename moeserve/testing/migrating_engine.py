@@ -25,6 +25,7 @@ from moeserve.parallel import ParallelContext, ParallelLayout, init_parallel, si
 from moeserve.testing.change_driver import ChangeDriver
 from moeserve.testing.fake_frontend import FakeFrontend, listening_frontend
 from moeserve.testing.multiprocess import run_ranks
+from moeserve.testing.recorders import RepeatingRecorder
 from moeserve.testing.thread_ranks import run_thread_ranks
 from moeserve.worker.channel import FollowerChannel, open_channel
 from moeserve.worker.migration import start_online_placement
@@ -77,7 +78,15 @@ def _new_core(config: Config, executor: LeaderExecutor, num_blocks: int) -> Engi
     return EngineCore(scheduler, executor, lambda: 0.0)
 
 
-def _live(folder: Path, config: Config, address: str, stop: Event, parallel: ParallelContext) -> None:
+def _live(
+    folder: Path,
+    config: Config,
+    address: str,
+    stop: Event,
+    parallel: ParallelContext,
+    *,
+    replays_decodes: bool = False,
+) -> None:
     """Life of one rank, until `stop`."""
     layout = parallel.layout
     deaths: list[BaseException] = []
@@ -93,6 +102,7 @@ def _live(folder: Path, config: Config, address: str, stop: Event, parallel: Par
         on_death=deaths.append,
     )
     worker.follow(online)
+    worker.capture_decode(RepeatingRecorder() if replays_decodes else None, progress=False)
     if isinstance(channel, FollowerChannel):
         FollowerLoop(worker, channel).run()
     else:
@@ -156,7 +166,10 @@ class Engine:
 
 
 @contextmanager
-def run_engine(folder: Path, parallel: ParallelConfig, *, as_processes: bool = False) -> Iterator[Engine]:
+def run_engine(
+    folder: Path, parallel: ParallelConfig, *, as_processes: bool = False, replays_decodes: bool = False
+) -> Iterator[Engine]:
+    """replays_decodes: of ranks that are threads."""
     config = _config(parallel)
     tp_size, dp_size = parallel.tensor_parallel_size, parallel.data_parallel_size
     stop: Event = multiprocessing.get_context("spawn").Event() if as_processes else threading.Event()
@@ -166,7 +179,7 @@ def run_engine(folder: Path, parallel: ParallelConfig, *, as_processes: bool = F
             args = (folder, config, frontend.address, stop)
             run = partial(run_ranks, _live_as_process, parallel.world_size, *args, timeout_s=300.0)
         else:
-            life = partial(_live, folder, config, frontend.address, stop)
+            life = partial(_live, folder, config, frontend.address, stop, replays_decodes=replays_decodes)
             run = partial(run_thread_ranks, life, tp_size=tp_size, dp_size=dp_size)
         ranks = pool.submit(run)
         try:

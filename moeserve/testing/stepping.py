@@ -38,7 +38,7 @@ class SequenceStepper:
             seq_lens_R=torch.tensor([positions.stop]),
             block_tables_RB=torch.tensor([self._block_table]),
             query_lens=(len(token_ids),),
-            seq_lens=(positions.stop,),
+            max_seq_len=positions.stop,
             num_tokens_by_dp_rank=(len(token_ids),),
         )
 

@@ -107,18 +107,18 @@ def forward_batch(
         seq_lens_R=_int64(list(seq_lens)),
         block_tables_RB=torch.tensor(tables, dtype=torch.int64).view(len(rows), BLOCKS_PER_REQUEST),
         query_lens=query_lens,
-        seq_lens=seq_lens,
+        max_seq_len=max(seq_lens, default=0),
         num_tokens_by_dp_rank=num_tokens_by_dp_rank or (sum(query_lens),),
     )
 
 
-def tiny_kv_cache(decoder: Decoder, *, num_requests: int) -> KVCache:
-    """A cache for the batches above."""
+def tiny_kv_cache(decoder: Decoder, *, num_requests: int, dtype: torch.dtype | None = None) -> KVCache:
+    """A cache for the batches above; by default in the decoder's dtype."""
     return KVCache.allocate(
         decoder.spec,
         num_blocks=max(1, num_requests) * BLOCKS_PER_REQUEST,
         block_size=BLOCK_SIZE,
-        dtype=decoder.dtype,
+        dtype=dtype or decoder.dtype,
         parallel=decoder.parallel,
     )
 

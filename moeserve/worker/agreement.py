@@ -1,4 +1,4 @@
-"""What all replicas of an engine settle before each step: token counts, stops, placement epoch, and what to commit.
+"""What all replicas of an engine settle before each step: token counts, phase, stops, placement epoch and commits.
 
 Every rank takes part, in the group of ranks with its tp_rank; so all ranks of a replica, whose inputs are the same,
 learn the same, and none can enter a collective of the forward pass that another one does not enter.
@@ -15,6 +15,8 @@ from moeserve.parallel import ParallelContext
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedStep:
     num_tokens_by_dp_rank: tuple[int, ...]
+    is_decode: bool
+    """No request of any replica has more than one token in the step."""
     engine_stops: bool
     """A replica voted to stop: this step does not run, nor does any after it."""
     committed_change: int = 0
@@ -33,24 +35,34 @@ class StepAgreement:
         self._parallel = parallel
 
     def agree(
-        self, num_tokens: int, *, votes_stop: bool, placement_epoch: PlacementEpoch, commit_vote: int = 0
+        self,
+        num_tokens: int,
+        *,
+        is_decode: bool,
+        votes_stop: bool,
+        placement_epoch: PlacementEpoch,
+        commit_vote: int = 0,
     ) -> AgreedStep:
         """Blocks until every replica has said its part.
 
-        commit_vote: the change that this replica would commit; 0: none.
+        is_decode: whether no request of this replica has more than one token. commit_vote: the change that this
+        replica would commit; 0: none.
         """
         group = self._parallel.dp
         if group.size == 1:
             return AgreedStep(
-                num_tokens_by_dp_rank=(num_tokens,), engine_stops=votes_stop, committed_change=commit_vote
+                num_tokens_by_dp_rank=(num_tokens,),
+                is_decode=is_decode,
+                engine_stops=votes_stop,
+                committed_change=commit_vote,
             )
-        mine = torch.tensor(
-            [num_tokens, votes_stop, placement_epoch, commit_vote], dtype=torch.int64, device=self._parallel.device
-        )
-        num_tokens_by_dp_rank, stop_votes, epochs, commit_votes = group.all_gather(mine).T.tolist()
+        said = [num_tokens, is_decode, votes_stop, placement_epoch, commit_vote]
+        mine = torch.tensor(said, dtype=torch.int64, device=self._parallel.device)
+        num_tokens_by_dp_rank, decodes, stop_votes, epochs, commit_votes = group.all_gather(mine).T.tolist()
         assert len(set(epochs)) == 1, f"the replicas stand in different placement epochs: {epochs}"
         return AgreedStep(
             num_tokens_by_dp_rank=tuple(num_tokens_by_dp_rank),
+            is_decode=all(decodes),
             engine_stops=any(stop_votes),
             committed_change=commit_vote if len(set(commit_votes)) == 1 else 0,
         )

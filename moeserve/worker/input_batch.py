@@ -147,7 +147,7 @@ class InputBatch:
             seq_lens_R=tensor(seq_lens_R),
             block_tables_RB=tensor(tables_RB),
             query_lens=tuple(query_lens_R.tolist()),
-            seq_lens=tuple(seq_lens_R.tolist()),
+            max_seq_len=int(seq_lens_R.max(initial=0)),
             num_tokens_by_dp_rank=num_tokens_by_dp_rank,
         )
 

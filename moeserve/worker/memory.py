@@ -17,13 +17,9 @@ def agree_on_num_blocks(
 
     Raises ConfigError, on all ranks, where they cannot hold one sequence of `max_model_len` tokens.
     """
-    device = parallel.device
-    num_neighbours = _count_ranks_on_same_memory(parallel)
-    # All ranks are here and none has allocated its cache: now the free memory means the same to everyone.
-    budget = config.kv_cache_memory or int(free_memory_bytes(device) * config.memory_fraction) // num_neighbours
-    smallest = int(parallel.ep.all_gather(torch.tensor([budget], dtype=torch.int64, device=device)).min())
+    budget = kv_budget_bytes(config, free_bytes_of_rank(parallel))
     return num_kv_blocks(
-        smallest,
+        least_of_ranks(budget, parallel),
         bytes_per_block=bytes_per_block,
         block_size=config.block_size,
         max_model_len=max_model_len,
@@ -44,6 +40,27 @@ def num_kv_blocks(
             "cache.kv_cache_memory or cache.memory_fraction, or lower model.max_model_len"
         )
     return num_blocks
+
+
+def kv_budget_bytes(config: CacheConfig, free_bytes: int) -> int:
+    """Bytes of a rank's KV cache. free_bytes: what the rank has once everything else is loaded."""
+    return config.kv_cache_memory or int(free_bytes * config.memory_fraction)
+
+
+def free_bytes_of_rank(parallel: ParallelContext) -> int:
+    """This rank's part of the memory free now; collective over the engine.
+
+    Between this and the next collective no rank may allocate what the others should still see as free.
+    """
+    num_neighbours = _count_ranks_on_same_memory(parallel)
+    # All ranks are here and none has allocated anything since: now the free memory means the same to everyone.
+    return free_memory_bytes(parallel.device) // num_neighbours
+
+
+def least_of_ranks(value: int, parallel: ParallelContext) -> int:
+    """The smallest value of the engine's ranks; collective."""
+    mine = torch.tensor([value], dtype=torch.int64, device=parallel.device)
+    return int(parallel.ep.all_gather(mine).min())
 
 
 def free_memory_bytes(device: torch.device) -> int:

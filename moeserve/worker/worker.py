@@ -21,11 +21,13 @@ from moeserve.models.spec import ModelSpec
 from moeserve.parallel import ParallelContext
 from moeserve.worker.agreement import StepAgreement
 from moeserve.worker.channel import FollowerChannel, LeaderChannel, RunStep
+from moeserve.worker.decode_graphs import DecodeLadder
+from moeserve.worker.graph_recorder import GraphRecorder
 from moeserve.worker.input_batch import InputBatch
 from moeserve.worker.memory import agree_on_num_blocks
 from moeserve.worker.migration import OnlinePlacement
 from moeserve.worker.model_runner import ModelRunner
-from moeserve_kernels import Quantization
+from moeserve.worker.redundancy import Redundancy, agree_on_redundancy, quantization_of
 from moeserve_placement import ExpertPlacement
 
 logger = logging.getLogger(__name__)
@@ -55,12 +57,17 @@ class Worker:
         placement: ExpertPlacement | None,
         num_blocks: int,
         max_model_len: int,
+        max_num_seqs: int,
+        redundancy: Redundancy | None = None,
     ) -> None:
         self.decoder = decoder
         self.start_placement = placement
         """Of the experts, as they were loaded; None for a model without any."""
+        self.redundancy = redundancy
+        """Where it was left to the rank."""
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
         self._runner = runner
         self._agreement = agreement
         self._online: OnlinePlacement | None = None
@@ -78,6 +85,7 @@ class Worker:
         output, online = step.output, self._online
         agreed = self._agreement.agree(
             output.total_num_scheduled_tokens,
+            is_decode=all(num_tokens == 1 for num_tokens in output.num_scheduled_tokens.values()),
             votes_stop=step.votes_stop,
             placement_epoch=PlacementEpoch(0) if online is None else online.epoch,
             commit_vote=step.commit_vote,
@@ -88,7 +96,16 @@ class Worker:
             online.settle(committed_change=agreed.committed_change, dropped_change=step.dropped_change)
         is_measured = online is not None and not agreed.engine_is_idle
         with online.measure(output) if online is not None and is_measured else nullcontext():
-            return self._runner.execute(output, agreed.num_tokens_by_dp_rank)
+            return self._runner.execute(output, agreed)
+
+    def capture_decode(self, recorder: GraphRecorder | None, *, progress: bool) -> None:
+        """Capture decode steps of every size, where the device has a recorder; collective over the engine.
+
+        What counts loads must be in its place: call it behind `follow`. progress: whether rank 0 draws a bar.
+        """
+        if recorder is not None:
+            ladder = DecodeLadder.build(max_num_seqs=self._max_num_seqs, max_model_len=self.max_model_len)
+            self._runner.capture_decode(recorder, ladder, progress=progress)
 
     def forget_all(self) -> None:
         """Drop every request, when the scheduler that knew them is gone."""
@@ -164,15 +181,26 @@ def build_worker(config: Config, spec: ModelSpec, folder: Path, parallel: Parall
     check_layout(spec, config.parallel)
     max_model_len = resolve_max_model_len(config, spec)
     dtype = resolve_dtype(config, spec)
-    placement = starting_placement(spec, config.parallel) if spec.moe_layer_ids else None
-    decoder = _load_decoder(config, spec, folder, parallel, placement, dtype=dtype, progress=progress)
     block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
     kv_dtype = dtype if config.cache.kv_cache_dtype == "auto" else _TORCH_DTYPES[config.cache.kv_cache_dtype]
+    bytes_per_block = kv_bytes_per_block(spec, block_size=block_size, dtype=kv_dtype, tp_size=parallel.layout.tp_size)
+    redundancy = agree_on_redundancy(
+        config,
+        spec,
+        parallel,
+        dtype=dtype,
+        num_spare_places=_num_spare_places(config, parallel),
+        bytes_per_block=bytes_per_block,
+        max_model_len=max_model_len,
+    )
+    placement = None
+    if spec.moe_layer_ids:
+        num_redundant = None if redundancy is None else redundancy.num_redundant_experts
+        placement = starting_placement(spec, config.parallel, auto_redundant_experts=num_redundant)
+    decoder = _load_decoder(config, spec, folder, parallel, placement, dtype=dtype, progress=progress)
     num_blocks = agree_on_num_blocks(
         config.cache,
-        bytes_per_block=kv_bytes_per_block(
-            spec, block_size=block_size, dtype=kv_dtype, tp_size=parallel.layout.tp_size
-        ),
+        bytes_per_block=bytes_per_block,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         parallel=parallel,
@@ -185,8 +213,10 @@ def build_worker(config: Config, spec: ModelSpec, folder: Path, parallel: Parall
         runner,
         StepAgreement(parallel),
         placement=placement,
+        redundancy=redundancy,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
     )
     for output in _warm_up_steps(num_tokens=min(4, max_model_len), block_size=block_size):
         worker.step(RunStep(output=output))
@@ -203,8 +233,7 @@ def _load_decoder(
     dtype: torch.dtype,
     progress: bool,
 ) -> Decoder:
-    quantization: Quantization | None = "int8" if config.model.quantization == "int8" else None
-    reader = open_checkpoint(folder, spec, dtype, quantization=quantization)
+    reader = open_checkpoint(folder, spec, dtype, quantization=quantization_of(config.model))
     is_shown = progress and parallel.layout.rank == 0
     with tqdm(total=len(spec.layers), desc="Loading weights", unit="layer", disable=not is_shown) as bar:
 
@@ -217,9 +246,13 @@ def _load_decoder(
             parallel,
             placement,
             dtype=dtype,
-            num_spare_places=config.placement.spare_places if parallel.layout.world_size > 1 else 0,
+            num_spare_places=_num_spare_places(config, parallel),
             on_layer_loaded=on_layer_loaded,
         )
+
+
+def _num_spare_places(config: Config, parallel: ParallelContext) -> int:
+    return config.placement.spare_places if parallel.layout.world_size > 1 else 0
 
 
 def _warm_up_steps(*, num_tokens: int, block_size: int) -> Iterator[SchedulerOutput]:

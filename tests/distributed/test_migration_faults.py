@@ -161,11 +161,19 @@ def test_out_of_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changes_that_cannot_be(engine: Engine) -> None:
     driver = engine.driver
     shape = driver.placement.physical_to_logical_LP.shape
-    skipped = dataclasses.replace(swap_across(driver.placement), epoch=driver.placement.epoch + 2)
-    assert all_start_with(refuse(engine, skipped), "bad change: epoch ")
+    stale = dataclasses.replace(swap_across(driver.placement), epoch=driver.placement.epoch)
+    assert all_start_with(refuse(engine, stale), "bad change: epoch ")
     assert all_start_with(refuse(engine, split_LP=np.zeros(shape)), "bad change: the split gives no place a share of ")
     assert all_start_with(refuse(engine, split_LP=np.full(shape, np.nan)), "bad change: the split must be finite")
     assert all_start_with(refuse(engine, split_LP=np.ones((1, 1))), "bad change: ")
+
+
+def test_the_epochs_of_migrations_that_came_to_nothing_are_left_out(engine: Engine) -> None:
+    driver = engine.driver
+    later = dataclasses.replace(swap_across(driver.placement), epoch=driver.placement.epoch + 3)
+    change_id = driver.stage(later)
+    driver.wait_staged(change_id)
+    assert len(driver.commit(change_id, later)) == 2
 
 
 def test_a_change_waits_for_the_one_before_it(engine: Engine) -> None:

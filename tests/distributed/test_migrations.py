@@ -75,6 +75,12 @@ def test_tokens_are_those_without_migrations(
         one_rank.check(engine.finish())
 
 
+def test_replayed_decodes_see_migrations(folder: Path, one_rank: OneRank) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=1, data_parallel_size=2, num_redundant_experts=3)
+    with run_engine(folder, parallel, replays_decodes=True) as engine:
+        serve_and_migrate(engine, one_rank, num_migrations=6)
+
+
 def test_loads_are_told_by_phase_and_window(folder: Path) -> None:
     parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)
     with run_engine(folder, parallel) as engine:
@@ -108,7 +114,10 @@ def test_loads_are_told_by_phase_and_window(folder: Path) -> None:
         assert sum(report.num_decode_tokens for report in reports if report.dp_rank == dp_rank) > 0
 
 
-def test_processes_as_ranks(folder: Path, one_rank: OneRank) -> None:
-    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, num_redundant_experts=2)
+@pytest.mark.parametrize(("tp_size", "dp_size", "num_redundant"), [LAYOUTS[2], LAYOUTS[3]])
+def test_processes_as_ranks(folder: Path, one_rank: OneRank, tp_size: int, dp_size: int, num_redundant: int) -> None:
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp_size, data_parallel_size=dp_size, num_redundant_experts=num_redundant
+    )
     with run_engine(folder, parallel, as_processes=True) as engine:
         serve_and_migrate(engine, one_rank, num_migrations=4)

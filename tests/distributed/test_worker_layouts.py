@@ -19,9 +19,11 @@ from moeserve.models.hf_config import read_model_spec
 from moeserve.parallel import ParallelContext, ParallelLayout, init_parallel, single_rank_context
 from moeserve.testing.checkpoints import write_tiny_checkpoint
 from moeserve.testing.multiprocess import run_ranks
+from moeserve.testing.recorders import RepeatingRecorder
 from moeserve.testing.thread_ranks import run_thread_ranks
 from moeserve.worker.channel import FollowerChannel, LeaderChannel, open_channel
 from moeserve.worker.device import load_native_kernels
+from moeserve.worker.graph_recorder import GraphRecorder
 from moeserve.worker.worker import EngineStopped, FollowerLoop, LeaderExecutor, build_worker
 
 pytestmark = pytest.mark.distributed
@@ -59,7 +61,12 @@ def replica_of(number: int, dp_size: int) -> int:
     return dp_size - 1 if number % 3 == 2 else number % max(1, dp_size - 1)
 
 
-def serve(folder: Path, parallel_config: ParallelConfig, parallel: ParallelContext) -> Answers:
+def serve(
+    folder: Path,
+    parallel_config: ParallelConfig,
+    parallel: ParallelContext,
+    recorder: GraphRecorder | None = None,
+) -> Answers:
     """Life of one rank; leaders return the answers of their replica, followers none."""
     layout = parallel.layout
     spec = read_model_spec(folder)
@@ -74,6 +81,7 @@ def serve(folder: Path, parallel_config: ParallelConfig, parallel: ParallelConte
         parallel=parallel_config,
     )
     worker = build_worker(config, spec, folder, parallel, progress=False)
+    worker.capture_decode(recorder, progress=False)
     channel = open_channel(parallel)
     if isinstance(channel, FollowerChannel):
         FollowerLoop(worker, channel).run()
@@ -146,6 +154,31 @@ def test_threads_as_ranks(
     )
     answers = run_thread_ranks(partial(serve, checkpoint, config), tp_size=tp_size, dp_size=dp_size)
     check(answers, expected, tp_size=tp_size)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "dp_size", "num_redundant_experts"),
+    [
+        pytest.param(2, 1, 0, id="tp2"),
+        pytest.param(1, 2, 0, id="dp2"),
+        pytest.param(2, 2, 5, id="tp2 x dp2 with redundant experts"),
+    ],
+)
+def test_replayed_decodes(
+    checkpoint: Path, expected: Answers, tp_size: int, dp_size: int, num_redundant_experts: int
+) -> None:
+    """All ranks replay the same steps, also those whose replica has fewer requests than another, or none."""
+    config = ParallelConfig(
+        tensor_parallel_size=tp_size, data_parallel_size=dp_size, num_redundant_experts=num_redundant_experts
+    )
+    recorders = [RepeatingRecorder() for _ in range(tp_size * dp_size)]
+
+    def run(parallel: ParallelContext) -> Answers:
+        return serve(checkpoint, config, parallel, recorders[parallel.layout.rank])
+
+    check(run_thread_ranks(run, tp_size=tp_size, dp_size=dp_size), expected, tp_size=tp_size)
+    assert recorders[0].num_replays > LAST_ARRIVAL / 2
+    assert all(recorder.num_replays == recorders[0].num_replays for recorder in recorders)
 
 
 def serve_as_process(rank: int, folder: Path, config: ParallelConfig) -> Answers:

@@ -65,3 +65,26 @@ def test_all_ranks_go_the_chosen_way_and_get_the_sum(lengths: tuple[int, ...], c
         return [call for group in (parallel.dp, parallel.ep) if isinstance(group, ThreadGroup) for call in group.calls]
 
     assert run_thread_ranks(run, dp_size=4) == [calls] * 4
+
+
+def test_with_fixed_shapes_nothing_but_all_gather_is_done() -> None:
+    """Also where counts speak for all-to-all; choices of nobody, among others, get nothing."""
+    lengths = (0, 65, 0, 0)
+    placement = random_placement(num_layers=1, num_experts=5, num_ranks=4)
+    expert_ids_TK = torch.arange(-1, 64)[:, None] % 6 - 1
+
+    def run(parallel: ParallelContext) -> list[str]:
+        rank = parallel.layout.rank
+        tables = PlacementTables.build(placement, 0, rank=rank, device=parallel.device)
+        hidden_TD, ids_TK = torch.randn(lengths[rank], 3), expert_ids_TK[: lengths[rank]]
+        dispatcher = build_dispatcher(parallel, top_k=1)
+        rows, record = dispatcher.dispatch(
+            hidden_TD, torch.ones(ids_TK.shape), ids_TK, tables, lengths, has_fixed_shapes=True
+        )
+        is_ours = (rows.expert_ids_RK >= 0).float()
+        combined_TD = dispatcher.combine(rows.hidden_RD * is_ours, record, None)
+        assert torch.equal(combined_TD, hidden_TD * (ids_TK >= 0))
+        return [call for group in (parallel.dp, parallel.ep) if isinstance(group, ThreadGroup) for call in group.calls]
+
+    assert not goes_by_all_gather(lengths, top_k=1)
+    assert run_thread_ranks(run, dp_size=4) == [["all_gather", "reduce_scatter"]] * 4

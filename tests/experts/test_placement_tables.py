@@ -25,7 +25,6 @@ def placements(draw: st.DrawFn) -> ExpertPlacement:
         num_ranks=num_ranks,
         num_redundant_experts=num_redundant,
         seed=draw(st.integers(0, 99)),
-        epoch=3,
     )
 
 
@@ -40,6 +39,9 @@ def test_every_choice_is_a_replica_of_its_expert_and_lies_on_exactly_one_rank(
         physical_TK = tables[0].choose_physical(expert_ids_TK, first_row)
         logical_TK = placement.physical_to_logical_LP[layer][physical_TK.numpy()]
         assert np.array_equal(logical_TK, expert_ids_TK.numpy())
+        nobody = torch.full_like(expert_ids_TK, -1)
+        assert torch.equal(tables[0].choose_physical(nobody, first_row), nobody)
+        assert torch.equal(tables[0].choose_local(nobody, first_row), nobody)
         local_RTK = torch.stack([table.choose_local(expert_ids_TK, first_row) for table in tables])
         assert ((local_RTK >= 0).sum(dim=0) == 1).all()
         for rank, table in enumerate(tables):
@@ -49,7 +51,6 @@ def test_every_choice_is_a_replica_of_its_expert_and_lies_on_exactly_one_rank(
             )
             assert torch.equal(table.choose_physical(expert_ids_TK, first_row), physical_TK)
             assert sum(table.num_physical_by_rank) == placement.num_physical_experts
-            assert table.epoch == 3
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
@@ -76,7 +77,7 @@ def test_consecutive_rows_alternate_between_two_replicas() -> None:
 
 def test_without_replicas_there_is_one_column() -> None:
     placement = ExpertPlacement.identity(num_layers=1, num_logical_experts=5, num_ranks=3)
-    assert PlacementTables.build(placement, 0, rank=1, device=CPU).physical_EC.shape == (5, 1)
+    assert PlacementTables.build(placement, 0, rank=1, device=CPU).physical_EC.shape == (5 + 1, 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,7 +88,7 @@ def test_replicas_share_the_buckets_by_their_weights(placement: ExpertPlacement,
     for layer in range(placement.num_layers):
         tables = PlacementTables.build(placement, layer, rank=0, device=CPU, split_P=weight_P)
         logical_P = placement.physical_to_logical_LP[layer]
-        physical_EC = tables.physical_EC.numpy()
+        physical_EC = tables.physical_EC[:-1].numpy()
         num_buckets = physical_EC.shape[1]
         for logical, chosen_C in enumerate(physical_EC):
             replicas = np.flatnonzero(logical_P == logical)
@@ -117,3 +118,23 @@ def test_an_empty_place_is_never_chosen() -> None:
     tables = PlacementTables.build(placement, 0, rank=0, device=CPU, split_P=np.ones(6))
     chosen = tables.choose_physical(torch.tensor([[0, 1, 2]]).expand(9, -1), first_row=0)
     assert set(chosen.flatten().tolist()) == {0, 1, 3, 4}
+
+
+@settings(max_examples=30, deadline=None)
+@given(placement=placements(), seed=st.integers(0, 99))
+def test_any_placement_of_the_shape_takes_force_in_the_same_memory(placement: ExpertPlacement, seed: int) -> None:
+    """Also one whose replicas are other experts', or more of one."""
+    other = random_placement(
+        num_layers=1,
+        num_experts=placement.num_logical_experts,
+        num_ranks=placement.num_ranks,
+        num_redundant_experts=placement.num_redundant_experts,
+        seed=seed,
+    )
+    tables, wanted = (PlacementTables.build(p, 0, rank=0, device=CPU) for p in (placement, other))
+    names = ("physical_EC", "local_EC", "local_of_run", "local_of_physical")
+    memory = [getattr(tables, name).data_ptr() for name in names]
+    tables.take_over(wanted)
+    assert [getattr(tables, name).data_ptr() for name in names] == memory
+    for name in names:
+        assert torch.equal(getattr(tables, name), getattr(wanted, name)), name

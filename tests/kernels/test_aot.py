@@ -160,7 +160,17 @@ def launch_topk_routing(tuning: Tuning, _: int) -> None:
         (256, 8, "sigmoid", {"renormalize": True, "correction_bias_E": empty(256, dtype=torch.float32), **grouped}),
     ):
         load = empty(num_experts, dtype=torch.int64)
-        topk_routing(empty(64, num_experts), top_k=top_k, scoring=scoring, load_E=load, **options, tuning=tuning)
+        logits, num_real = empty(64, num_experts), empty(1, dtype=torch.int64)
+        for padding in (None, num_real):
+            topk_routing(
+                logits,
+                top_k=top_k,
+                scoring=scoring,
+                load_E=load,
+                num_real_tokens_1=padding,
+                **options,
+                tuning=tuning,
+            )
 
 
 def launch_sampling(tuning: Tuning, _: int) -> None:

@@ -74,20 +74,43 @@ def test_a_token_knows_no_batch(case: str, backend: Backend, generator: torch.Ge
         torch.testing.assert_close(alone_weights[0], weights[token], rtol=tolerance, atol=0.0)
 
 
-@pytest.mark.parametrize("num_real_tokens", [None, 0, 1, 13, 17])
+@pytest.mark.parametrize("num_counted_tokens", [None, 0, 1, 13, 17])
 @pytest.mark.parametrize("case", ["mixtral", "deepseek_v3", "all_experts"])
 def test_load_counts_the_choices_of_real_tokens(
-    case: str, num_real_tokens: int | None, backend: Backend, generator: torch.Generator
+    case: str, num_counted_tokens: int | None, backend: Backend, generator: torch.Generator
 ) -> None:
     """On top of what the accumulator holds; rows behind the real ones are routed and not counted."""
     logits = _logits(17, generator)
     load = torch.arange(12)
-    _, ids = topk_routing(logits, **CASES[case], load_E=load, num_real_tokens=num_real_tokens, backend=backend)
+    _, ids = topk_routing(logits, **CASES[case], load_E=load, num_counted_tokens=num_counted_tokens, backend=backend)
     assert torch.equal(ids, topk_routing(logits, **CASES[case], backend=backend)[1])
     expected = list(range(12))
-    for expert in ids[:num_real_tokens].flatten().tolist():
+    for expert in ids[:num_counted_tokens].flatten().tolist():
         expected[expert] += 1
     assert load.tolist() == expected
+
+
+@pytest.mark.parametrize(("num_real_tokens", "num_counted_tokens"), [(0, None), (5, None), (17, None), (9, 4), (4, 9)])
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3", "all_experts"])
+def test_padding_chooses_nobody_and_is_not_counted(
+    case: str, num_real_tokens: int, num_counted_tokens: int | None, backend: Backend, generator: torch.Generator
+) -> None:
+    logits = _logits(17, generator)
+    load = torch.arange(12)
+    weights, ids = topk_routing(
+        logits,
+        **CASES[case],
+        load_E=load,
+        num_counted_tokens=num_counted_tokens,
+        num_real_tokens_1=torch.tensor([num_real_tokens]),
+        backend=backend,
+    )
+    whole_weights, whole_ids = topk_routing(logits, **CASES[case], backend=backend)
+    assert torch.equal(ids[:num_real_tokens], whole_ids[:num_real_tokens])
+    assert torch.equal(weights[:num_real_tokens], whole_weights[:num_real_tokens])
+    assert (ids[num_real_tokens:] == -1).all()
+    counted = whole_ids[:num_real_tokens][:num_counted_tokens].flatten()
+    assert torch.equal(load - torch.arange(12), torch.bincount(counted, minlength=12))
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])

@@ -67,18 +67,43 @@ def test_of_equal_scores_the_lower_id_is_chosen(scoring: str, triton_device: tor
     assert torch.equal(ids.cpu(), topk_routing_reference(logits.cpu(), **options)[1])
 
 
-@pytest.mark.parametrize("num_real", [None, 0, 6])
+@pytest.mark.parametrize("num_counted", [None, 0, 6])
 @pytest.mark.parametrize("case", ["olmoe", "deepseek_v3"])
-def test_load_grows_by_the_choices_of_real_tokens(case: str, num_real: int | None, triton_device: torch.device) -> None:
+def test_load_grows_by_the_choices_of_real_tokens(
+    case: str, num_counted: int | None, triton_device: torch.device
+) -> None:
     load = torch.arange(12, device=triton_device)
     _, ids = topk_routing(
         _logits(9, triton_device),
         **_options(case, triton_device),
         load_E=load,
-        num_real_tokens=num_real,
+        num_counted_tokens=num_counted,
         tuning=TUNING,
     )
-    chosen = ids[:num_real].flatten().cpu()
+    chosen = ids[:num_counted].flatten().cpu()
+    assert torch.equal(load.cpu() - torch.arange(12), torch.bincount(chosen, minlength=12))
+
+
+@pytest.mark.parametrize(("num_real", "num_counted"), [(0, None), (1, None), (9, None), (6, 3), (3, 6)])
+@pytest.mark.parametrize("case", ["olmoe", "deepseek_v3"])
+def test_padding_chooses_nobody_and_is_not_counted(
+    case: str, num_real: int, num_counted: int | None, triton_device: torch.device
+) -> None:
+    load = torch.arange(12, device=triton_device)
+    logits, options = _logits(9, triton_device), _options(case, triton_device)
+    weights, ids = topk_routing(
+        logits,
+        **options,
+        load_E=load,
+        num_counted_tokens=num_counted,
+        num_real_tokens_1=torch.tensor([num_real], device=triton_device),
+        tuning=TUNING,
+    )
+    whole_weights, whole_ids = topk_routing(logits, **options, tuning=TUNING)
+    assert torch.equal(ids[:num_real], whole_ids[:num_real])
+    assert torch.equal(weights[:num_real], whole_weights[:num_real])
+    assert (ids[num_real:] == -1).all()
+    chosen = whole_ids[:num_real][:num_counted].flatten().cpu()
     assert torch.equal(load.cpu() - torch.arange(12), torch.bincount(chosen, minlength=12))
 
 

@@ -176,11 +176,12 @@ def test_tables_and_store_are_replaced_together_between_steps() -> None:
     hidden_TD = torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(4))
 
     def run(parallel: ParallelContext) -> None:
-        layer = load(spec, parallel, place(spec, 2))
+        layer = load(spec, parallel, place(spec, 2, num_redundant_experts=3))
         batch = batch_of(5, (5, 5))
         before_TD = layer.forward(hidden_TD.clone(), batch)
         moved = load(spec, parallel, place(spec, 2, num_redundant_experts=3, seed=8))
-        layer.tables, layer.experts.store = moved.tables, moved.experts.store
+        layer.tables.take_over(moved.tables)
+        layer.experts.store = moved.experts.store
         torch.testing.assert_close(layer.forward(hidden_TD.clone(), batch), before_TD, rtol=1e-5, atol=1e-5)
 
     run_thread_ranks(run, dp_size=2)

@@ -113,7 +113,7 @@ def test_refuses_a_placement_file_with_empty_places(tmp_path: Path) -> None:
 def test_refuses_a_redundancy_the_placement_file_does_not_have(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     random_placement(num_layers=2, num_experts=8, num_ranks=2, num_redundant_experts=3).save(path)
-    with pytest.raises(ConfigError, match=r"num_redundant_experts must be 0 or 3 .*got 1"):
+    with pytest.raises(ConfigError, match=r"num_redundant_experts must be auto, 0 or 3 .*got 1"):
         check_layout(tiny_spec(num_experts=8), layout(dp=2, redundant=1, file=path))
 
 

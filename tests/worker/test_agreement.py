@@ -14,7 +14,10 @@ def test_every_rank_learns_the_same(tp_size: int, dp_size: int) -> None:
         agreement = StepAgreement(parallel)
         dp_rank = parallel.layout.dp_rank
         steps = [(10 + dp_rank, False), (0, False), (dp_rank, dp_rank == dp_size - 1)]
-        return [agreement.agree(n, votes_stop=vote, placement_epoch=PlacementEpoch(3)) for n, vote in steps]
+        return [
+            agreement.agree(n, is_decode=n != 11, votes_stop=vote, placement_epoch=PlacementEpoch(3))
+            for n, vote in steps
+        ]
 
     results = run_thread_ranks(agree, tp_size=tp_size, dp_size=dp_size)
     assert all(steps == results[0] for steps in results)
@@ -22,13 +25,15 @@ def test_every_rank_learns_the_same(tp_size: int, dp_size: int) -> None:
     assert busy.num_tokens_by_dp_rank == tuple(10 + dp_rank for dp_rank in range(dp_size))
     assert not busy.engine_is_idle
     assert not busy.engine_stops
+    assert busy.is_decode == (dp_size == 1)  # one prefill anywhere, and the step is none of decodes
+    assert idle.is_decode
     assert idle.engine_is_idle
     assert stopping.engine_stops  # one vote is enough
 
 
 def test_one_replica_has_nobody_to_ask() -> None:
     def collectives(parallel: ParallelContext) -> list[str]:
-        StepAgreement(parallel).agree(1, votes_stop=False, placement_epoch=PlacementEpoch(0))
+        StepAgreement(parallel).agree(1, is_decode=True, votes_stop=False, placement_epoch=PlacementEpoch(0))
         groups = [group for group in (parallel.tp, parallel.dp, parallel.ep) if isinstance(group, ThreadGroup)]
         return [call for group in groups for call in group.calls]
 
@@ -38,7 +43,7 @@ def test_one_replica_has_nobody_to_ask() -> None:
 def test_replicas_in_different_epochs_do_not_step() -> None:
     def agree(parallel: ParallelContext) -> None:
         epoch = PlacementEpoch(parallel.layout.dp_rank)
-        StepAgreement(parallel).agree(1, votes_stop=False, placement_epoch=epoch)
+        StepAgreement(parallel).agree(1, is_decode=True, votes_stop=False, placement_epoch=epoch)
 
     with pytest.raises(AssertionError, match=r"different placement epochs: \[0, 1\]"):
         run_thread_ranks(agree, dp_size=2)
@@ -52,7 +57,9 @@ def test_a_change_is_committed_when_every_replica_votes_for_it(tp_size: int, dp_
         is_last = dp_rank == dp_size - 1
         votes = [0, 5 if is_last else 0, 5 if is_last else 6, 6]
         return [
-            agreement.agree(0, votes_stop=False, placement_epoch=PlacementEpoch(0), commit_vote=vote).committed_change
+            agreement.agree(
+                0, is_decode=True, votes_stop=False, placement_epoch=PlacementEpoch(0), commit_vote=vote
+            ).committed_change
             for vote in votes
         ]
 

@@ -87,8 +87,9 @@ def check_against_loops(step: StepInputs, scheduled: list[tuple[Sequence, int]])
     assert forward.slot_mapping_T.tolist() == slots
     assert forward.query_lens == tuple(n for _, n in scheduled)
     assert forward.query_start_loc.tolist() == [sum(forward.query_lens[:i]) for i in range(len(scheduled) + 1)]
-    assert forward.seq_lens == tuple(sequence.num_computed_tokens + n for sequence, n in scheduled)
-    assert forward.seq_lens_R.tolist() == list(forward.seq_lens)
+    seq_lens = [sequence.num_computed_tokens + n for sequence, n in scheduled]
+    assert forward.seq_lens_R.tolist() == seq_lens
+    assert forward.max_seq_len == max(seq_lens, default=0)
     width = max(map(len, tables), default=0)
     assert forward.block_tables_RB.tolist() == [table + [0] * (width - len(table)) for table in tables]
     assert step.sampled_hidden_rows.tolist() == hidden_rows

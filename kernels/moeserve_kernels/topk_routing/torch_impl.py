@@ -39,3 +39,15 @@ def _mask_groups(choice_TE: torch.Tensor, num_groups: int, num_selected_groups: 
     masked_TG = torch.ones(grouped_TGE.shape[:2], dtype=torch.bool, device=choice_TE.device)
     masked_TG.scatter_(1, selected_TG, False)
     return grouped_TGE.masked_fill(masked_TG.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def drop_padding(
+    expert_ids_TK: torch.Tensor, num_real_tokens_1: torch.Tensor, num_counted_tokens: int, load_E: torch.Tensor | None
+) -> torch.Tensor:
+    """The choices with those of padding replaced by -1, and the others counted; the host learns nothing."""
+    token_T1 = torch.arange(len(expert_ids_TK), device=expert_ids_TK.device).unsqueeze(1)
+    is_real_T1 = token_T1 < num_real_tokens_1
+    if load_E is not None:
+        is_counted_T1 = is_real_T1 & (token_T1 < num_counted_tokens)
+        load_E.scatter_add_(0, expert_ids_TK.flatten(), is_counted_T1.expand_as(expert_ids_TK).flatten().long())
+    return expert_ids_TK.masked_fill(~is_real_T1, -1)

@@ -55,6 +55,7 @@ def _topk_routing_kernel(
     weights: tl.tensor,
     expert_ids: tl.tensor,
     load: tl.tensor,
+    num_real: tl.tensor,
     num_tokens: tl.tensor,
     num_counted: tl.tensor,
     num_experts: tl.tensor,
@@ -69,6 +70,7 @@ def _topk_routing_kernel(
     BEST_TWO: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     COUNT_LOAD: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -116,13 +118,18 @@ def _topk_routing_kernel(
         picked /= tl.sum(picked, axis=1)[:, None] + 1e-20  # sigmoids may all be 0
     chosen = chosen // BLOCK_S * group_size + chosen % BLOCK_S
     # A row of NaN chooses anything, but nothing outside the table.
-    chosen = tl.minimum(chosen, num_experts - 1)
+    chosen = tl.minimum(chosen, num_experts - 1).to(tl.int64)
+    is_counted = tokens < num_counted
+    if HAS_PADDING:
+        is_real = tokens < tl.load(num_real)
+        chosen = tl.where(is_real[:, None], chosen, -1)
+        is_counted &= is_real
     out = (tokens * top_k)[:, None] + ks[None, :]
     is_out = is_token & (ks < top_k)[None, :]
     tl.store(weights + out, picked * scaling_factor, mask=is_out)
-    tl.store(expert_ids + out, chosen.to(tl.int64), mask=is_out)
+    tl.store(expert_ids + out, chosen, mask=is_out)
     if COUNT_LOAD:
-        counts = tl.sum((is_taken & (tokens < num_counted)[:, None]).to(tl.int64), axis=0)
+        counts = tl.sum((is_taken & is_counted[:, None]).to(tl.int64), axis=0)
         tl.atomic_add(load + experts, counts, mask=is_expert & (counts > 0), sem="relaxed")
 
 
@@ -138,7 +145,8 @@ def topk_routing(
     group_score: str = "max",
     correction_bias_E: torch.Tensor | None = None,
     load_E: torch.Tensor | None = None,
-    num_real_tokens: int | None = None,
+    num_counted_tokens: int | None = None,
+    num_real_tokens_1: torch.Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the op; of experts with equal scores the lowest id is chosen."""
@@ -159,8 +167,9 @@ def topk_routing(
         weights,
         expert_ids,
         expert_ids if load_E is None else load_E,
+        expert_ids if num_real_tokens_1 is None else num_real_tokens_1,
         num_tokens,
-        num_tokens if num_real_tokens is None else num_real_tokens,
+        num_tokens if num_counted_tokens is None else num_counted_tokens,
         num_experts,
         group_size,
         num_selected_groups,
@@ -173,6 +182,7 @@ def topk_routing(
         BEST_TWO=group_score == "top2_sum",
         RENORMALIZE=renormalize,
         COUNT_LOAD=load_E is not None,
+        HAS_PADDING=num_real_tokens_1 is not None,
         BLOCK_T=block_t,
         BLOCK_G=block_g,
         BLOCK_S=block_s,

@@ -31,6 +31,8 @@ class AllGatherDispatcher:
         expert_ids_TK: torch.Tensor,
         tables: PlacementTables,
         num_tokens_by_dp_rank: tuple[int, ...],
+        *,
+        has_fixed_shapes: bool = False,
     ) -> tuple[ExpertInput, int]:
         """The record is T."""
         num_tokens = expert_ids_TK.shape[0]

@@ -50,7 +50,10 @@ class AllToAllDispatcher:
         expert_ids_TK: torch.Tensor,
         tables: PlacementTables,
         num_tokens_by_dp_rank: tuple[int, ...],
+        *,
+        has_fixed_shapes: bool = False,
     ) -> tuple[ExpertInput, AllToAllRecord]:
+        assert not has_fixed_shapes, "who gets how many rows is known on the host, and differs from step to step"
         num_tokens, top_k = expert_ids_TK.shape
         sent = shard_range(num_tokens, self._tp.size, self._tp.rank)
         physical_NK = tables.choose_physical(expert_ids_TK[sent], self._first_row + sent.start)

@@ -32,7 +32,7 @@ def goes_by_all_gather(num_tokens_by_dp_rank: Sequence[int], *, top_k: int) -> b
 
 
 class DispatcherByStep:
-    """All-gather or all-to-all, whichever is the faster way for the step."""
+    """All-gather or all-to-all, whichever is the faster way for the step; with fixed shapes there is but the first."""
 
     def __init__(self, parallel: ParallelContext, *, top_k: int) -> None:
         self._all_gather = AllGatherDispatcher(parallel)
@@ -46,11 +46,15 @@ class DispatcherByStep:
         expert_ids_TK: torch.Tensor,
         tables: PlacementTables,
         num_tokens_by_dp_rank: tuple[int, ...],
+        *,
+        has_fixed_shapes: bool = False,
     ) -> tuple[ExpertInput, tuple[ExpertDispatcher[Any], Any]]:
         """The record is the way that was taken, and its own record."""
-        by_all_gather = goes_by_all_gather(num_tokens_by_dp_rank, top_k=self._top_k)
+        by_all_gather = has_fixed_shapes or goes_by_all_gather(num_tokens_by_dp_rank, top_k=self._top_k)
         way: ExpertDispatcher[Any] = self._all_gather if by_all_gather else self._all_to_all
-        rows, record = way.dispatch(hidden_TD, weights_TK, expert_ids_TK, tables, num_tokens_by_dp_rank)
+        rows, record = way.dispatch(
+            hidden_TD, weights_TK, expert_ids_TK, tables, num_tokens_by_dp_rank, has_fixed_shapes=has_fixed_shapes
+        )
         return rows, (way, record)
 
     def combine(

@@ -35,11 +35,14 @@ class ExpertDispatcher(Protocol[RecordT]):
         expert_ids_TK: torch.Tensor,
         tables: PlacementTables,
         num_tokens_by_dp_rank: tuple[int, ...],
+        *,
+        has_fixed_shapes: bool = False,
     ) -> tuple[ExpertInput, RecordT]:
         """Bring the replica's tokens to their experts.
 
         hidden_TD, weights_TK and the logical expert_ids_TK are the same on all tp ranks of the replica; T, which is
-        num_tokens_by_dp_rank[dp_rank], may be 0.
+        num_tokens_by_dp_rank[dp_rank], may be 0. has_fixed_shapes: neither shapes nor what
+        is launched may follow from the contents of a tensor, and an expert id may be -1, which is nobody.
         """
         ...
 

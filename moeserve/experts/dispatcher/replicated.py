@@ -26,6 +26,8 @@ class ReplicatedDispatcher:
         expert_ids_TK: torch.Tensor,
         tables: PlacementTables,
         num_tokens_by_dp_rank: tuple[int, ...],
+        *,
+        has_fixed_shapes: bool = False,
     ) -> tuple[ExpertInput, None]:
         local_TK = tables.choose_local(expert_ids_TK, first_row=0)
         return ExpertInput(hidden_RD=hidden_TD, weights_RK=weights_TK, expert_ids_RK=local_TK), None

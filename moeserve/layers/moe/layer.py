@@ -1,7 +1,7 @@
 """The MoE layer: router -> dispatch -> experts -> combine, with the shared experts beside them."""
 
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,8 +22,8 @@ from moeserve_placement import ExpertPlacement
 class MoeLayer:
     """One MoE layer on one rank.
 
-    `tables` are those of the placement in force, and are replaced between two steps. `load` counts what the router
-    chooses, where it is wanted.
+    `tables` are those of the placement in force; another one's are copied into them between two steps. `load` counts
+    what the router chooses, where it is wanted.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MoeLayer:
     ) -> None:
         self.router = router
         self.dispatcher = dispatcher
-        self.tables = tables
+        self.tables: Final = tables
         self.experts = experts
         self.shared_expert = shared_expert
         self.load: LayerLoad | None = None
@@ -47,7 +47,12 @@ class MoeLayer:
         weights_TK, expert_ids_TK = self._route(hidden_TD, batch)
         start = perf_counter()
         rows, record = self.dispatcher.dispatch(
-            hidden_TD, weights_TK, expert_ids_TK, self.tables, batch.num_tokens_by_dp_rank
+            hidden_TD,
+            weights_TK,
+            expert_ids_TK,
+            self.tables,
+            batch.num_tokens_by_dp_rank,
+            has_fixed_shapes=batch.has_fixed_shapes,
         )
         output_RD = self.experts.forward(rows)
         partial_TD = None if self.shared_expert is None else self.shared_expert.forward(hidden_TD)
@@ -58,10 +63,15 @@ class MoeLayer:
 
     def _route(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self.load is None:
-            return self.router.forward(hidden_TD)
+            return self.router.forward(hidden_TD, num_real_tokens_1=batch.num_real_tokens_1)
         num_decode_tokens = batch.num_decode_tokens
         load_E, num_counted_tokens = self.load.first_counter(len(hidden_TD), num_decode_tokens)
-        routing = self.router.forward(hidden_TD, load_E=load_E, num_counted_tokens=num_counted_tokens)
+        routing = self.router.forward(
+            hidden_TD,
+            load_E=load_E,
+            num_counted_tokens=num_counted_tokens,
+            num_real_tokens_1=batch.num_real_tokens_1,
+        )
         self.load.count_rest(routing[1], num_decode_tokens)
         return routing
 

@@ -42,11 +42,17 @@ class Router:
         )
 
     def forward(
-        self, hidden_TD: torch.Tensor, *, load_E: torch.Tensor | None = None, num_counted_tokens: int | None = None
+        self,
+        hidden_TD: torch.Tensor,
+        *,
+        load_E: torch.Tensor | None = None,
+        num_counted_tokens: int | None = None,
+        num_real_tokens_1: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights (float32) and logical expert ids (int64), both [T, K].
 
-        load_E (int64): the choices of the first num_counted_tokens tokens are added to it.
+        load_E (int64): the choices of the first num_counted_tokens tokens are added to it. num_real_tokens_1: as in the
+        ForwardBatch; what fills up the step chooses expert -1 and is not counted.
         """
         logits_TE = self.gate.forward(hidden_TD.float())
         spec = self.spec
@@ -61,5 +67,6 @@ class Router:
             group_score=spec.group_score,
             correction_bias_E=self.correction_bias_E,
             load_E=load_E,
-            num_real_tokens=num_counted_tokens,
+            num_counted_tokens=num_counted_tokens,
+            num_real_tokens_1=num_real_tokens_1,
         )

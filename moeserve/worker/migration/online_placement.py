@@ -74,7 +74,7 @@ class OnlinePlacement:
             start = perf_counter()
             staged = self._slot.take(committed_change)
             for layer, tables in zip(self._layers, staged.tables, strict=True):
-                layer.tables = tables
+                layer.tables.take_over(tables)
             self._holdings.replace(staged.places)
             pause_s = perf_counter() - start
             self._migrator.say(ChangeCommitted(rank=self._rank, change_id=committed_change, pause_s=pause_s))
