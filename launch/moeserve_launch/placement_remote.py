@@ -2,11 +2,15 @@
 
 import argparse
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from moeserve.config import ConfigError
 from moeserve_launch.client import call_server
 
 _URL = "http://127.0.0.1:8000"
@@ -17,13 +21,15 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_remote_commands(commands: Subparsers) -> None:
-    """show, load, plan, apply, freeze, thaw and rollback."""
+    """show, load, decisions, plan, apply, freeze, thaw, rollback, pins and export."""
     _add(commands, "show", "where experts lie, what is under way, and the newest decisions", _show)
     load = _add(commands, "load", "how even the ranks are, and how even chance lets them be", _load)
     load.add_argument(
         "--phase", choices=("prefill", "decode", "mixed"), default="mixed", help="mixed is both (default)"
     )
     load.add_argument("--window", type=float, default=60.0, metavar="S", help="seconds back from now (60)")
+    decisions = _add(commands, "decisions", "what the controller decided and what came of it, newest last", _decisions)
+    decisions.add_argument("--limit", type=int, default=20, metavar="N", help="how many of the newest (20)")
     _add(commands, "plan", "what would be moved now, and whether it is worth it; nothing moves", _plan)
     apply = commands.add_parser("apply", help="order the newest plan")
     apply.add_argument("plan_id", type=int, help="as `plan` gave it")
@@ -34,6 +40,29 @@ def add_remote_commands(commands: Subparsers) -> None:
         ("rollback", "go back to the map before the last migration"),
     ):
         _add(commands, word, text, partial(_order, path=word))
+    _add_pins(_add(commands, "pins", "which experts must lie where; with --pin or --clear: replace that", _pins))
+    _add_files(
+        _add(commands, "export", "the map in force, and the loads seen, as files; without any: the map", _export)
+    )
+
+
+def _add_pins(parser: argparse.ArgumentParser) -> None:
+    wanted = parser.add_mutually_exclusive_group()
+    wanted.add_argument(
+        "--pin",
+        type=_parse_pin,
+        action="append",
+        metavar="EXPERT:RANK[:LAYER]",
+        help="a replica of the expert on the rank; without layer: in every MoE layer; may be repeated",
+    )
+    wanted.add_argument("--clear", action="store_true", help="no pins from now on")
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--map", type=Path, metavar="FILE", help="write the map for --placement-file")
+    parser.add_argument(
+        "--loads", type=Path, metavar="FILE", help="write the loads for simulate and advise (.npz, .jsonl)"
+    )
 
 
 def add_server_keys(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +98,15 @@ def _add_server(parser: argparse.ArgumentParser, show: Callable[[argparse.Namesp
     parser.set_defaults(run=run)
 
 
-def _call(arguments: argparse.Namespace, path: str, *, body: Any = None) -> dict[str, Any]:
-    """The server's answer. Raises ConnectionError with what it said where it refuses."""
+def _open(arguments: argparse.Namespace, path: str, *, body: Any = None, method: str | None = None) -> Any:
+    """The server's answer, to be read. Raises ConnectionError with what it said where it refuses."""
     key = arguments.admin_key or arguments.api_key
-    with call_server(arguments.url, f"/v1/placement{path}", key=key, body=body) as response:
+    return call_server(arguments.url, f"/v1/placement{path}", key=key, body=body, method=method)
+
+
+def _call(arguments: argparse.Namespace, path: str, *, body: Any = None, method: str | None = None) -> dict[str, Any]:
+    """The server's answer, read."""
+    with _open(arguments, path, body=body, method=method) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
 
@@ -82,7 +116,7 @@ def _show(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return json.dumps(shown)
     decisions = _call(arguments, f"/decisions?limit={_NEWEST_DECISIONS}")["decisions"]
-    lines = [f"{_clock_time(each['time_s'])}  {each['action']}: {each['reason']}" for each in decisions]
+    lines = [_describe_decision(each) for each in decisions]
     return "\n".join([_describe(shown), *(["", "newest decisions:", *lines] if lines else [])])
 
 
@@ -163,6 +197,76 @@ def _plan(arguments: argparse.Namespace) -> str:
         lines.append(f"  and {len(moves) - _MOVES_SHOWN} more (--json lists them)")
     lines.append(f"to order it: moeserve placement apply {plan['plan_id']} {arguments.url}")
     return "\n".join(lines)
+
+
+def _decisions(arguments: argparse.Namespace) -> str:
+    answer = _call(arguments, f"/decisions?limit={arguments.limit}")
+    if arguments.json:
+        return json.dumps(answer)
+    return "\n".join(_describe_decision(each) for each in reversed(answer["decisions"])) or "nothing was decided yet"
+
+
+def _describe_decision(decision: dict[str, Any]) -> str:
+    text = f"{_clock_time(decision['time_s'])}  epoch {decision['epoch']}  {decision['action']}: {decision['reason']}"
+    outcome = decision["outcome"]
+    if outcome is None:
+        return text
+    return f"{text}; {outcome['state']}: {outcome['reason']}" if outcome["reason"] else f"{text}; {outcome['state']}"
+
+
+def _pins(arguments: argparse.Namespace) -> str:
+    wanted = [] if arguments.clear else arguments.pin
+    answer = _call(arguments, "") if wanted is None else _call(arguments, "/pins", body={"pins": wanted}, method="PUT")
+    if arguments.json:
+        return json.dumps(answer["pins"])
+    lines = [
+        f"expert {pin['logical_expert_id']} on rank {pin['rank']} in "
+        f"{'every MoE layer' if pin['layer'] is None else 'layer ' + str(pin['layer'])}"
+        for pin in answer["pins"]
+    ]
+    return "\n".join(lines) or "no pins"
+
+
+def _export(arguments: argparse.Namespace) -> str:
+    """Raises ConfigError for a file that cannot be written, and loads of another ending, before anything is asked."""
+    loads, map_file = arguments.loads, arguments.map
+    if loads is not None and loads.suffix not in (".npz", ".jsonl"):
+        raise ConfigError(f"--loads must end in .npz or .jsonl, got {loads}")
+    if loads is None and map_file is None:
+        return json.dumps(_call(arguments, "/export"))
+    said = []
+    try:
+        if map_file is not None:
+            map_file.write_text(json.dumps(_call(arguments, "/export")) + "\n")
+            said.append(f"{map_file}: the map in force; moeserve serve --placement-file {map_file} starts with it")
+        if loads is not None:
+            num_windows = _write_loads(arguments, loads)
+            said.append(f"{loads}: {num_windows} load windows; moeserve placement simulate {loads} replays them")
+    except OSError as error:
+        if isinstance(error, ConnectionError):
+            raise
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    return "\n".join(said)
+
+
+def _write_loads(arguments: argparse.Namespace, path: Path) -> int:
+    """Returns how many windows there are; prefill and decode of one time are one."""
+    from moeserve_placement.load import read_trace, write_trace
+
+    with tempfile.TemporaryDirectory() as folder, _open(arguments, "/load/trace") as response:
+        received = Path(folder) / "received.jsonl"
+        with received.open("wb") as file:
+            shutil.copyfileobj(response, file)
+        trace = read_trace(received)
+    write_trace(path, trace)
+    return len({window.start_s for window in trace.windows})
+
+
+def _parse_pin(text: str) -> dict[str, int]:
+    numbers = text.split(":")
+    if len(numbers) not in (2, 3) or not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"must be EXPERT:RANK or EXPERT:RANK:LAYER, got {text!r}")
+    return dict(zip(("logical_expert_id", "rank", "layer"), map(int, numbers), strict=False))
 
 
 def _hottest(loads: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ Axes: W windows, L MoE layers, E logical experts.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -111,22 +111,32 @@ class LoadTrace:
             )
 
 
-def write_trace(path: Path, trace: LoadTrace) -> None:
-    """Write `.npz` or `.jsonl`, by the path's ending. Raises LoadError for another ending."""
-    header = {
+def trace_lines(trace: LoadTrace) -> Iterator[str]:
+    """The lines of a `.jsonl` file, each with its end."""
+    yield json.dumps(_header(trace)) + "\n"
+    for window in trace.windows:
+        yield json.dumps(window_record(window)) + "\n"
+
+
+def _header(trace: LoadTrace) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "model": trace.model,
         "top_k": trace.top_k,
         "moe_layer_ids": list(trace.moe_layer_ids),
     }
+
+
+def write_trace(path: Path, trace: LoadTrace) -> None:
+    """Write `.npz` or `.jsonl`, by the path's ending. Raises LoadError for another ending."""
     if path.suffix == ".jsonl":
-        lines = [json.dumps(header), *(json.dumps(window_record(window)) for window in trace.windows)]
-        path.write_text("\n".join(lines) + "\n")
+        with path.open("w") as file:
+            file.writelines(trace_lines(trace))
     elif path.suffix == ".npz":
         loads = [_compact(window.expert_load_LE) for window in trace.windows]
         np.savez_compressed(
             path,
-            header=np.array(json.dumps(header)),
+            header=np.array(json.dumps(_header(trace))),
             expert_load=np.stack(loads) if loads else np.zeros((0, len(trace.moe_layer_ids), 0)),
             start_s=np.array([window.start_s for window in trace.windows]),
             end_s=np.array([window.end_s for window in trace.windows]),

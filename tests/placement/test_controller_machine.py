@@ -70,7 +70,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, frozen: bool, max_incoming: int | None) -> None:
         self.now_s = 0.0
         self.rng = np.random.default_rng(0)
-        start = ExpertPlacement.identity(
+        self.start = ExpertPlacement.identity(
             num_layers=NUM_LAYERS,
             num_logical_experts=NUM_EXPERTS,
             num_ranks=NUM_RANKS,
@@ -82,9 +82,9 @@ class Machine(RuleBasedStateMachine):
             max_incoming_per_layer_rank=max_incoming,
         )
         self.max_changes = NUM_EXPERTS + NUM_REDUNDANT if max_incoming is None else max_incoming
-        self.controller = PlacementController(SETTINGS, start, CLUSTER, plan_settings)
+        self.controller = PlacementController(SETTINGS, self.start, CLUSTER, plan_settings)
         self.frozen, self.by_hand = frozen, False
-        self.in_force, self.previous = start, None
+        self.in_force, self.previous = self.start, None
         self.ordered: _Ordered | None = None
         self.withdrawn: _Ordered | None = None
         self.old_epochs: list[int] = []
@@ -187,6 +187,16 @@ class Machine(RuleBasedStateMachine):
         withdrawn.acked = {rank}
         self.ordered = withdrawn
         self.land(withdrawn)
+
+    @rule()
+    def restart(self) -> None:
+        """All ranks, with the map that they once started with: nothing that was under way reaches them."""
+        self.wait(0.0)
+        if self.ordered is not None and not self.ordered.landed:
+            self.old_epochs.append(self.ordered.prepare.epoch)
+        self.ordered = self.withdrawn = self.previous = None
+        self.in_force = self.start
+        self.controller.restart(self.start, CLUSTER, self.now_s)
 
     # What an operator does.
 

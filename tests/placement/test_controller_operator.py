@@ -1,7 +1,9 @@
 """What an operator does with a controller, and what it can be set to."""
 
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 
 from moeserve.testing.controlled_engine import (
@@ -13,8 +15,8 @@ from moeserve.testing.controlled_engine import (
     START,
     ControlledEngine,
 )
-from moeserve_placement import Constraints, Pin, PlacementError
-from moeserve_placement.controller import Abort, ControlError, ControllerSettings
+from moeserve_placement import Constraints, Pin, PlacementError, PlanSettings
+from moeserve_placement.controller import Abort, ControlError, ControllerSettings, InForce, Prepare
 
 
 def test_an_operator_plans_then_applies_while_frozen() -> None:
@@ -45,6 +47,37 @@ def test_an_operator_plans_then_applies_while_frozen() -> None:
         engine.controller.rollback(engine.now_s)
 
 
+def test_an_operator_orders_the_map_of_another_policy() -> None:
+    engine = ControlledEngine.started(plan_settings=replace(PLAN, policy="frozen"))
+    engine.serve(SKEWED_LE, 10)
+    ours = engine.controller.dry_run(engine.now_s)
+    proposal = engine.controller.dry_run(engine.now_s, "eplb-global")
+    assert proposal.candidate.prediction.num_moves > ours.candidate.prediction.num_moves
+    engine.obey(engine.controller.apply(proposal.plan_id, engine.now_s))
+    assert engine.controller.placement.epoch == 1
+    # It splits evenly, and plans the same map again from the same loads.
+    in_force = InForce.evenly(engine.controller.placement)
+    assert np.allclose(engine.controller.split_LP, in_force.split_LP)
+    again = engine.controller.dry_run(engine.now_s, "eplb-global")
+    assert (again.candidate, again.worth) == (None, False)
+    assert "the map in force" in again.reason
+
+
+@pytest.mark.parametrize(
+    ("plan_settings", "words"),
+    [
+        (replace(PLAN, max_incoming_per_layer_rank=1), "more than 1 places of a rank"),
+        (replace(PLAN, constraints=Constraints(pins=(Pin(logical_expert_id=0, rank=1),))), "pins"),
+    ],
+    ids=["too much at once", "rules that EPLB does not know"],
+)
+def test_another_policy_is_refused_where_its_map_cannot_be(plan_settings: PlanSettings, words: str) -> None:
+    engine = ControlledEngine.started(plan_settings=replace(plan_settings, policy="frozen"))
+    engine.serve(SKEWED_LE, 8)
+    with pytest.raises(ControlError, match=words):
+        engine.controller.dry_run(engine.now_s, "eplb-global")
+
+
 def test_a_proposal_says_when_there_is_nothing_to_move() -> None:
     engine = ControlledEngine.fitted(SKEWED_LE)
     engine.serve(SKEWED_LE, 8)
@@ -67,6 +100,21 @@ def test_freezing_drops_copies_under_way_and_blames_nobody() -> None:
     engine.controller.thaw(engine.now_s)
     engine.serve(SKEWED_LE, 1)
     assert engine.controller.state == "preparing"
+
+
+@pytest.mark.parametrize("order", ["apply", "rollback"])
+def test_an_order_refused_after_a_deadline_leaves_the_abort_to_the_next_tick(order: str) -> None:
+    engine = ControlledEngine.started()
+    engine.answers = False
+    engine.serve(SKEWED_LE, 8)
+    (prepare,) = engine.ordered(Prepare)
+    late_s = prepare.deadline_s + 1.0
+    give = partial(engine.controller.apply, 0) if order == "apply" else engine.controller.rollback
+    with pytest.raises(ControlError, match="under way"):
+        give(late_s)
+    (abort,) = engine.controller.tick(late_s)
+    assert isinstance(abort, Abort)
+    assert abort.epoch == prepare.placement.epoch
 
 
 def test_pins_are_obeyed_with_the_next_window_whatever_they_gain() -> None:

@@ -84,15 +84,39 @@ def test_ranks_that_start_again_begin_with_their_own_map(tokenizer_folder: Path)
             wait_until(lambda: (server.show()["map"] or {"epoch": None})["epoch"] == 0)
             shown = server.show()
             assert (shown["state"], shown["frozen"], shown["controller"]["plan_id"]) == ("observing", True, None)
+            assert shown["reason"] == "ranks started again: they hold epoch 0"
+            (act,) = server.acts()
+            assert (act["action"], act["outcome"]["state"]) == ("migrate", "unmeasured")
             server.ranks, former = again, server.ranks
-            server.serve(SKEWED_LE, 8)
+            server.serve(SKEWED_LE)
             assert server.show()["reason"] == "frozen"
             assert not again.received
             assert len(former.received) == failed_orders
+            # The loads of the life before count: one window more is enough for a plan.
             assert server.order("thaw").status_code == 200
             server.serve(SKEWED_LE)
-            wait_until(lambda: again.held.epoch == 1)
+            wait_until(lambda: again.held.epoch == 2)
+        assert server.show()["failures"] == {}
         assert server.metrics()['changes_total{kind="migration"}'] == 2
+
+
+def test_ranks_that_start_again_during_a_migration_hold_it_off(tokenizer_folder: Path) -> None:
+    """It may be what killed them: trying at once would kill them again."""
+    with serve_placement(tokenizer_folder, placement={"hold_off_s": 3600.0}) as server:
+        server.ranks.on_stage = lambda rank, order: server.ranks.stage(rank, order) if rank == 3 else None
+        server.serve(SKEWED_LE, 4)
+        wait_until(lambda: (server.show()["change"] or {"waiting_for_ranks": []})["waiting_for_ranks"] == [0, 1, 2])
+        again = FakeMigrators(server.running.engine_address, START, dp_size=2, num_spare_places=16)
+        with again.running():
+            wait_until(lambda: server.show()["failures"] == {"ranks started again": 1})
+            server.ranks = again
+            server.serve(SKEWED_LE)
+            shown = server.show()
+            assert (shown["state"], shown["map"]["epoch"], shown["change"]) == ("observing", 0, None)
+            assert shown["reason"].startswith("held off for ")
+            (act,) = server.acts()
+            assert act["outcome"] == act["outcome"] | {"state": "aborted", "reason": "ranks started again"}
+            assert not any(isinstance(message, StageChange) for _, message in again.received)
 
 
 def test_without_spare_places_only_splits_follow(tokenizer_folder: Path) -> None:

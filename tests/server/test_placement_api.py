@@ -1,5 +1,6 @@
 """/v1/placement as clients and operators use it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
+from moeserve.server.placement import loads
 from moeserve.testing.fake_migrators import FakeMigrators
 from moeserve.testing.served_engine import run_frontend_in_thread, serve_fake_engine, wait_until
 from moeserve.testing.served_placement import NUM_RANKS, SKEWED_LE, START, serve_placement
@@ -48,6 +50,18 @@ def test_an_operator_plans_applies_and_rolls_back(tokenizer_folder: Path) -> Non
         assert (back["action"], back["cause"]) == ("roll back", "operator")
         assert migrated["outcome"]["state"] == "rolled back"
         assert server.order("rollback").status_code == 409
+
+
+def test_an_operator_orders_the_map_of_another_policy(tokenizer_folder: Path) -> None:
+    with serve_placement(tokenizer_folder, placement={"policy": "frozen"}) as server:
+        server.serve(SKEWED_LE, 4)
+        ours, theirs = server.order("plan").json(), server.order("plan", {"policy": "eplb-global"}).json()
+        assert theirs["prediction"]["num_moves"] > ours["prediction"]["num_moves"]
+        assert server.order("apply", {"plan_id": theirs["plan_id"]}).status_code == 200
+        wait_until(lambda: server.ranks.held.epoch == 1)
+        server.wait_for_state("settling")
+        again = server.order("plan", {"policy": "eplb-global"}).json()
+        assert (again["worth"], again["moves"]) == (False, [])
 
 
 def test_pins_move_replicas_to_where_they_must_be(tokenizer_folder: Path) -> None:
@@ -93,6 +107,18 @@ def test_loads_are_those_that_the_replicas_reported(tokenizer_folder: Path) -> N
         assert server.http.get("/v1/placement/load", params={"phase": "noon"}).status_code == 400
         bad = server.http.get("/v1/placement/load", params={"window": "-1"})
         assert bad.json()["error"]["param"] == "window"
+
+
+def test_a_trace_holds_the_windows_that_are_kept(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "MAX_HISTORY_WINDOWS", 3)
+    with serve_placement(tokenizer_folder, placement={"policy": "frozen"}) as server:
+        assert server.http.get("/v1/placement/load/trace").status_code == 409
+        server.serve(SKEWED_LE, 5)
+        lines = server.http.get("/v1/placement/load/trace").text.splitlines()
+        assert [json.loads(line)["phase"] for line in lines[1:]] == ["prefill", "decode"] * 3
+        assert server.http.get("/v1/placement/load/trace", params={"windows": 1}).text.splitlines()[1:] == lines[-2:]
+        bad = server.http.get("/v1/placement/load/trace", params={"windows": 0})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "windows")
 
 
 def test_a_late_replica_is_not_waited_for(tokenizer_folder: Path) -> None:
@@ -163,6 +189,7 @@ def test_bad_bodies_name_the_field(tokenizer_folder: Path) -> None:
         def pinned(**pin: Any) -> tuple[int, str]:
             return refused("pins", {"pins": [{"logical_expert_id": 1, "rank": 0}, pin]}, "PUT")
 
+        assert refused("plan", {"policy": "frozen"}) == (400, "policy")
         assert refused("apply", {}) == (400, "plan_id")
         assert refused("apply", {"plan_id": "3"}) == (400, "plan_id")
         assert refused("apply", {"plan_id": 3, "force": True}) == (400, "force")

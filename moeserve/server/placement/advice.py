@@ -9,12 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from moeserve.config import PlacementConfig
+from moeserve.server.placement.loads import trace_of
 from moeserve.server.placement.settings import controller_settings, plan_settings
 from moeserve.server.placement.view import Known
 from moeserve_placement.advisor import Advice, advise
 from moeserve_placement.controller import ControlError
 from moeserve_placement.controller.evidence import Interval
-from moeserve_placement.load import LoadTrace
 from moeserve_placement.scenario import Scenario
 
 ADVICE_WINDOWS = 120
@@ -29,12 +29,7 @@ def advise_apart(intervals: Sequence[Interval], known: Known, config: PlacementC
         raise ControlError("there is one rank: experts have nowhere to move to")
     if len(intervals) < 2:
         raise ControlError(f"advice needs at least 2 load windows, there are {len(intervals)}")
-    trace = LoadTrace(
-        model=model,
-        top_k=life.shape.top_k,
-        moe_layer_ids=tuple(life.layer_ids),
-        windows=tuple(window for interval in intervals for window in interval.windows),
-    )
+    trace = trace_of(intervals, life.shape, model=model)
     scenario = Scenario(
         start=known.placement,
         cluster=life.cluster,

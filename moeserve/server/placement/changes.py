@@ -271,15 +271,17 @@ class ChangeQueue:
     def _orders_by_rank(self, moves: Moves | None) -> list[list[MoveOrder]]:
         """The copies each rank has to fetch."""
         orders: list[list[MoveOrder]] = [[] for _ in range(self.life.num_ranks)]
-        rank_P = self.life.cluster.rank_of_place_P
-        for move in moves or ():
-            orders[int(rank_P[move.destination_physical_id])].append(
+        rank_of_place = self.life.cluster.rank_of_place_P.tolist()
+        # By columns: a first plan of a large model moves thousands, and the event loop waits.
+        columns = () if moves is None else (moves.layer_M, moves.logical_M, moves.source_M, moves.destination_M)
+        for layer, logical, source, destination in zip(*(column.tolist() for column in columns), strict=True):
+            orders[rank_of_place[destination]].append(
                 MoveOrder(
-                    layer=move.layer,
-                    logical_id=move.logical_expert_id,
-                    source_rank=int(rank_P[move.source_physical_id]),
-                    source_physical_id=move.source_physical_id,
-                    destination_physical_id=move.destination_physical_id,
+                    layer=layer,
+                    logical_id=logical,
+                    source_rank=rank_of_place[source],
+                    source_physical_id=source,
+                    destination_physical_id=destination,
                 )
             )
         return orders

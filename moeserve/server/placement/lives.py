@@ -1,7 +1,7 @@
 """From one life of the ranks to the next: what begins with them, what ends with them, and what stays.
 
-Operators' wishes (frozen, pins), counts and loads stay; the controller and its decisions begin anew with every life,
-from the map that the ranks started with.
+The ranks begin with the map they started with, and a change that was under way is over. All else stays: operators'
+wishes (frozen, pins), counts, loads, and the controller with its records, which plans anew from the loads it has seen.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from moeserve.server.placement.ranks import Life, RankRoll
 from moeserve.server.placement.settings import controller_settings, plan_settings
 from moeserve.server.placement.view import Known
 from moeserve_placement import Pin, PlacementError
-from moeserve_placement.controller import PlacementController
+from moeserve_placement.controller import ControllerSettings, PlacementController
 from moeserve_placement.controller.evidence import Interval
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class Lives:
         self._roll = RankRoll(config.parallel.world_size)
         self._merger: ReportMerger | None = None
         self._change_ids = itertools.count(1)
+        self._controller: PlacementController | None = None
+        """Kept between lives, but for one that an error has stopped."""
         self._past_failures: Counter[str] = Counter()
         if config.parallel.world_size == 1:
             self.state, self.reason = "static", "there is one rank: experts have nowhere to move to"
@@ -56,7 +58,7 @@ class Lives:
     @property
     def failures(self) -> dict[str, int]:
         """By reason, of all lives."""
-        return dict(self._past_failures + self._failures_of_life())
+        return dict(self._past_failures + self._controller_failures() + self._split_failures())
 
     @property
     def known(self) -> Known | None:
@@ -83,11 +85,14 @@ class Lives:
             self.end("static", str(error))
 
     def end(self, state: str, reason: str) -> None:
-        """No controller from here on; a change that no rank has committed is dropped."""
-        self._past_failures += self._failures_of_life()
+        """No controller at work from here on; a change that no rank has committed is dropped."""
+        self._past_failures += self._split_failures()
         self._resting = None if state == "starting" else self.known
         if self.live is not None:
             self.live.changes.drop_all(reason)
+        if state == "stopped":
+            self._past_failures += self._controller_failures()
+            self._controller = None
         self.live = self._merger = None
         self.state, self.reason = state, reason
 
@@ -108,7 +113,7 @@ class Lives:
     def _begin(self, life: Life, sender: RankSender) -> None:
         shape, parallel = life.shape, self._config.parallel
         if self.history is None or not self.history.fits(shape):
-            self.history = LoadHistory(shape)
+            self.history, self._controller = LoadHistory(shape), None
         self._life = life
         self._resting = Known(life=life, placement=life.placement, split_LP=life.even_split_LP)
         self._merger = ReportMerger(
@@ -117,13 +122,6 @@ class Lives:
         if life.num_ranks == 1:
             return
         settings = controller_settings(self._config.placement, can_move=shape.num_spare_places > 0)
-        controller = PlacementController(
-            settings,
-            life.placement,
-            life.cluster,
-            plan_settings(shape, frozen=self.frozen, pins=self.pins),
-            now_s=self._clock(),
-        )
         changes = ChangeQueue(
             life=life,
             sender=sender,
@@ -131,8 +129,17 @@ class Lives:
             watch=self._watch,
             next_id=lambda: next(self._change_ids),
         )
-        self.live = LivePlacement(controller, changes, self._clock)
+        self.live = LivePlacement(self._controller_for(life, settings), changes, self._clock)
         self.state, self.reason = "observing", ""
+
+    def _controller_for(self, life: Life, settings: ControllerSettings) -> PlacementController:
+        """The one of the life before, where there was one: loads and what was learned outlive the ranks."""
+        if self._controller is None:
+            wishes = plan_settings(life.shape, frozen=self.frozen, pins=self.pins)
+            self._controller = PlacementController(settings, life.placement, life.cluster, wishes, now_s=self._clock())
+        else:
+            self._controller.restart(life.placement, life.cluster, self._clock())
+        return self._controller
 
     def _kept(self, interval: Interval | None) -> Interval | None:
         if interval is not None:
@@ -140,7 +147,8 @@ class Lives:
             self.history.add(interval)
         return interval
 
-    def _failures_of_life(self) -> Counter[str]:
-        if self.live is None:
-            return Counter()
-        return Counter(self.live.controller.status(self._clock()).failures) + self.live.changes.split_failures
+    def _controller_failures(self) -> Counter[str]:
+        return Counter() if self._controller is None else Counter(self._controller.status(self._clock()).failures)
+
+    def _split_failures(self) -> Counter[str]:
+        return Counter() if self.live is None else self.live.changes.split_failures

@@ -6,7 +6,7 @@ Axes: L MoE layers, E logical experts.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from moeserve.engine.placement_messages import LoadReport, PlacementShape, unpac
 from moeserve_placement.arrays import FloatArray
 from moeserve_placement.controller.commands import StepStatistics
 from moeserve_placement.controller.evidence import Interval
-from moeserve_placement.load import LoadWindow, Phase
+from moeserve_placement.load import LoadTrace, LoadWindow, Phase
 
 MAX_HISTORY_BYTES = 2**26
 MAX_HISTORY_WINDOWS = 720
@@ -78,9 +78,12 @@ class ReportMerger:
         num_decode = sum(report.num_decode_tokens for report in reports)
 
         def window(phase: Phase, num_tokens: int, loads: Sequence[bytes]) -> LoadWindow:
-            tables = [unpack_array(load, "<i8", self._shape[1]) for load in loads]
+            # One by one: stacked, the tables of many replicas would keep the event loop for milliseconds.
+            load_LE = np.zeros(self._shape)
+            for load in loads:
+                load_LE += unpack_array(load, "<i8", self._shape[1]).astype(np.float64)
             return LoadWindow(
-                expert_load_LE=np.sum(tables, axis=0, dtype=np.float64),
+                expert_load_LE=load_LE,
                 start_s=start_s,
                 end_s=now_s,
                 num_tokens=num_tokens,
@@ -124,10 +127,13 @@ class LoadHistory:
         self._intervals.append(_with_loads(interval, np.float32))
         self.num_added += 1
 
+    def as_kept(self, *, num_windows: int) -> list[Interval]:
+        """As `newest`, without a copy: the tables are of float32."""
+        return list(self._intervals)[-num_windows:]
+
     def newest(self, *, num_windows: int) -> list[Interval]:
         """The newest windows, oldest first."""
-        first = max(len(self._intervals) - num_windows, 0)
-        return [_with_loads(interval, np.float64) for interval in islice(self._intervals, first, None)]
+        return [_with_loads(interval, np.float64) for interval in self.as_kept(num_windows=num_windows)]
 
     def covering(self, window_s: float) -> list[Interval]:
         """As many of the newest windows as together cover so many seconds; at least one where there is any."""
@@ -139,6 +145,20 @@ class LoadHistory:
 def _with_loads(interval: Interval, dtype: type[np.floating]) -> Interval:
     windows = tuple(replace(window, expert_load_LE=window.expert_load_LE.astype(dtype)) for window in interval.windows)
     return replace(interval, windows=windows)
+
+
+def trace_of(intervals: Sequence[Interval], shape: PlacementShape, *, model: str, offset_s: float = 0.0) -> LoadTrace:
+    """The windows as a trace that can be replayed. offset_s: added to their times."""
+    return LoadTrace(
+        model=model,
+        top_k=shape.top_k,
+        moe_layer_ids=tuple(shape.moe_layer_ids),
+        windows=tuple(
+            replace(window, start_s=window.start_s + offset_s, end_s=window.end_s + offset_s)
+            for interval in intervals
+            for window in interval.windows
+        ),
+    )
 
 
 def load_of(intervals: Sequence[Interval], phase: Phase) -> tuple[FloatArray, int]:

@@ -22,7 +22,7 @@ from moeserve.server.placement.lives import Lives
 from moeserve.server.placement.loads import LoadHistory
 from moeserve.server.placement.sample import SampleReader
 from moeserve.server.placement.view import PlacementView
-from moeserve_placement import Pin, PlacementError
+from moeserve_placement import Pin, PlacementError, Policy
 from moeserve_placement.controller import ControlError, Proposal
 from moeserve_placement.controller.evidence import Interval, merge_intervals
 
@@ -91,12 +91,12 @@ class PlacementService:
                 self._stop(error)
             self.view = self._look()
 
-    async def plan(self) -> Proposal:
+    async def plan(self, policy: Policy = "incremental") -> Proposal:
         """Dry run. Raises ControlError where nothing can be said now."""
 
         async def plan(live: LivePlacement) -> Proposal:
             self.view = self._look(is_planning=True)
-            return await live.plan()
+            return await live.plan(policy)
 
         return await self._order(plan)
 

@@ -2,26 +2,33 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
+from starlette.responses import StreamingResponse
 
 from moeserve.server.context import ServerContext
 from moeserve.server.errors import ApiError, invalid
 from moeserve.server.middleware import is_bearer
 from moeserve.server.placement.advice import ADVICE_WINDOWS, advise_apart
 from moeserve.server.placement.analysis import analyse
-from moeserve.server.placement.loads import LoadHistory
+from moeserve.server.placement.loads import MAX_HISTORY_WINDOWS, LoadHistory, trace_of
 from moeserve.server.placement.records import decision_record, load_record, placement_record, plan_record
 from moeserve.server.placement.view import Known
 from moeserve.server.streaming import JsonResponse
 from moeserve_placement import Pin, PlacementError
 from moeserve_placement.controller import ControlError
-from moeserve_placement.load import Phase
+from moeserve_placement.load import Phase, trace_lines
 
 T = TypeVar("T")
 _DEFAULT_WINDOW_S = 60.0
+
+
+class PlanQuestion(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    policy: Literal["incremental", "eplb-global", "eplb-hierarchical"] = "incremental"
 
 
 class PlanOrder(BaseModel):
@@ -70,6 +77,15 @@ def _add_views(router: APIRouter, context: ServerContext) -> None:
         analysis = analyse(history.covering(window), phase, known.placement, known.split_LP, known.life.cluster)
         return JsonResponse(load_record(analysis, known.life, known.placement.epoch))
 
+    @router.get("/load/trace")
+    async def trace(windows: Annotated[int, Query(ge=1)] = MAX_HISTORY_WINDOWS) -> Response:
+        """The newest load windows, as many as are kept, as a trace file (.jsonl) that can be replayed."""
+        shape, kept = _known(context).life.shape, _history(context).as_kept(num_windows=windows)
+        model, offset_s = context.config.model.served_names[0], service.unix_offset_s
+        found = await asyncio.to_thread(trace_of, kept, shape, model=model, offset_s=offset_s)
+        # Sent line by line: the text is many times as large as the tables.
+        return StreamingResponse(trace_lines(found), media_type="application/jsonl")
+
     @router.get("/decisions")
     async def decisions(limit: Annotated[int, Query(ge=1)] = 50) -> Response:
         """What the controller decided, newest first, with what came of it."""
@@ -111,9 +127,9 @@ def _add_orders(router: APIRouter, context: ServerContext) -> None:
     admin = [Depends(_admin_check(context.config.server.admin_key))]
 
     @router.post("/plan", dependencies=admin)
-    async def plan() -> Response:
+    async def plan(question: PlanQuestion | None = None) -> Response:
         """What would be moved now, and whether it is worth it; nothing moves."""
-        proposal = await _or_conflict(service.plan())
+        proposal = await _or_conflict(service.plan((question or PlanQuestion()).policy))
         life = _known(context).life
         return JsonResponse(plan_record(proposal, life, unix_offset_s=service.unix_offset_s))
 

@@ -19,18 +19,20 @@ import numpy as np
 
 from moeserve_placement.arrays import BoolArray, FloatArray, IntArray
 from moeserve_placement.cluster import Cluster
+from moeserve_placement.constraints import Constraints
 from moeserve_placement.controller.decision import LoadSummary, PhaseLoad, Prediction
 from moeserve_placement.controller.evidence import Evidence, Interval
 from moeserve_placement.controller.price import MigrationPrice
 from moeserve_placement.controller.settings import ControllerSettings
 from moeserve_placement.cost import balancedness, mean_level
+from moeserve_placement.incoming import fits
 from moeserve_placement.moves import Moves
 from moeserve_placement.noise_floor import noise_ceiling, noise_floor
 from moeserve_placement.objective import Objective
-from moeserve_placement.placement import ExpertPlacement
+from moeserve_placement.placement import ExpertPlacement, PlacementError
 from moeserve_placement.planner import Plan, plan
-from moeserve_placement.settings import PlanSettings
-from moeserve_placement.split import CLOSE, shares, tokens_in_force
+from moeserve_placement.settings import PlanSettings, Policy
+from moeserve_placement.split import CLOSE, even_tokens, shares, tokens_in_force
 
 LEAST_SPLIT_GAIN = 0.002
 """A split that brings the highest ranks down by less is not worth rewriting the tables of all ranks."""
@@ -44,6 +46,12 @@ class InForce:
 
     placement: ExpertPlacement
     split_LP: FloatArray
+
+    @staticmethod
+    def evenly(placement: ExpertPlacement) -> "InForce":
+        """Replicas share evenly, as ranks do when they start."""
+        ones_LE = np.ones((placement.num_layers, placement.num_logical_experts))
+        return InForce(placement=placement, split_LP=even_tokens(placement.physical_to_logical_LP, ones_LE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,6 +213,30 @@ class Assessor:
         moved_L: BoolArray = np.bincount(result.moves.layer_M, minlength=current.num_layers) > 0
         gain = self._gain(self.saved_share(current, result.placement, newest), moved_L, newest)
         return self._candidate(result, in_force, moved_L, gain, price)
+
+    def by_policy(self, policy: Policy, evidence: Evidence, in_force: InForce, price: MigrationPrice) -> Verdict:
+        """What another policy would make of the newest windows, all of it or nothing; judged on the earlier ones.
+
+        Raises PlacementError where it does not keep to the rules, or changes more at once than there is room for.
+        """
+        if self.plan_settings.constraints != Constraints():
+            raise PlacementError(f"policy {policy} keeps to no pins, spread or groups: take them back first")
+        newest, earlier = evidence.newest(), evidence.earlier()
+        assert newest is not None
+        assert earlier is not None
+        settings = replace(self._with_steps(newest), policy=policy)
+        current, most = in_force.placement, settings.max_incoming_per_layer_rank
+        result = plan(newest.load_LE, current, self.cluster, settings, current_split_LP=in_force.split_LP)
+        if not len(result.moves):
+            return Verdict(worth=False, reason=f"{policy} plans the map in force")
+        before_LP, after_LP = current.physical_to_logical_LP, result.placement.physical_to_logical_LP
+        if not fits(before_LP, after_LP, self.cluster, most).all():
+            raise PlacementError(f"policy {policy} changes more than {most} places of a rank in a layer at once")
+        moved_L: BoolArray = np.bincount(result.moves.layer_M, minlength=current.num_layers) > 0
+        gain = self._gain(self.saved_share(current, result.placement, earlier), moved_L, earlier)
+        candidate = self._candidate(result, in_force, moved_L, gain, price)
+        worth, reason = self._worth(candidate.prediction)
+        return Verdict(worth=worth, reason=reason, candidate=candidate)
 
     def expert_share(self, interval: Interval) -> float:
         """Share of step time that the experts take, as measured or else as configured."""

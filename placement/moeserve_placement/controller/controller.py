@@ -17,6 +17,7 @@
 | `fail` of a rank | late, ignored | Abort | Abort, or not waited for any more if a rank acked | late, ignored |
 | `apply`, `rollback` | starts | refused | refused | starts; the measurement ends |
 | `freeze` | | Abort | goes on: ranks may have switched | no rollback by itself |
+| `restart` of all ranks | their map is in force | failed, too | failed, unless a rank acked | unmeasured |
 
 Planning happens within the call that starts it. `frozen` is a flag beside the state: nothing is started then but what
 an operator asks for by hand. Acks and failures of an epoch that is over are late and ignored; of an epoch never
@@ -26,13 +27,13 @@ AssertionError, as does time that runs backwards.
 One late message counts: ranks that had agreed on a commit before its Abort reached them ack it all the same. Their map
 is then in force, so the controller takes it, and aborts what it may have started since.
 
+An order that is refused changes nothing, so no command is lost with the error: deadlines pass in the next call.
+
 Epochs are never used twice, so a message of an aborted migration cannot be taken for one of the next.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from moeserve_placement.arrays import FloatArray
 from moeserve_placement.cluster import Cluster
@@ -48,8 +49,7 @@ from moeserve_placement.controller.status import State, Status
 from moeserve_placement.load import LoadWindow
 from moeserve_placement.placement import ExpertPlacement, PlacementError
 from moeserve_placement.planner import check_cluster
-from moeserve_placement.settings import PlanSettings
-from moeserve_placement.split import even_tokens
+from moeserve_placement.settings import PlanSettings, Policy
 
 NOTHING_MEASURED = Measurements()
 
@@ -74,15 +74,15 @@ class PlacementController:
         if plan_settings.policy not in ("incremental", "frozen"):
             raise ValueError(f"a controller's policy must be incremental or frozen, got {plan_settings.policy!r}")
         check_cluster(placement, cluster, plan_settings)
-        if split_LP is None:
-            ones_LE = np.ones((placement.num_layers, placement.num_logical_experts))
-            split_LP = even_tokens(placement.physical_to_logical_LP, ones_LE)
+        in_force = (
+            InForce.evenly(placement) if split_LP is None else InForce(placement=placement, split_LP=split_LP)
+        )
         self._assessor = Assessor(
             cluster=cluster, plan_settings=replace(plan_settings, policy="incremental"), settings=settings
         )
         self._evidence = Evidence(settings.num_windows)
         self._migrations = Migrations(
-            InForce(placement=placement, split_LP=split_LP),
+            in_force,
             cluster,
             settings,
             expert_bytes=plan_settings.expert_bytes,
@@ -146,15 +146,33 @@ class PlacementController:
         """
         return self._migrations.fail(rank, reason, now_s, epoch)
 
-    def dry_run(self, now_s: float) -> Proposal:
-        """What would be moved now, and whether it is worth it. Raises ControlError where that cannot be said."""
+    def restart(self, placement: ExpertPlacement, cluster: Cluster, now_s: float) -> None:
+        """All ranks were started again, with this map and an even split.
+
+        What was under way has failed. Loads, records, prices, budget, hold-off, freeze and pins stay, so the next
+        window may bring a plan. Raises PlacementError where placement, cluster and constraints do not fit.
+        """
+        check_cluster(placement, cluster, self._assessor.plan_settings)
+        self._migrations.restart(InForce.evenly(placement), cluster, now_s)
+        self._assessor = replace(self._assessor, cluster=cluster)
+        self._ruled_epoch = self._proposal = None
+
+    def dry_run(self, now_s: float, policy: Policy = "incremental") -> Proposal:
+        """What would be moved now, and whether it is worth it; another policy is asked for its map of the same load.
+
+        Raises ControlError where that cannot be said.
+        """
         self._refuse_in_flight("plan")
         interval = self._evidence.everything()
         if interval is None:
             raise ControlError("no load has been seen yet")
         balance = self._assessor.balance(interval, self._in_force)
         try:
-            _, verdict = self._verdict(balance, now_s)
+            if policy == "incremental":
+                _, verdict = self._verdict(balance, now_s)
+            else:
+                price = self._migrations.protocol.price
+                verdict = self._assessor.by_policy(policy, self._evidence, self._in_force, price)
         except PlacementError as error:
             raise ControlError(str(error)) from error
         self._proposal = Proposal(
@@ -170,14 +188,14 @@ class PlacementController:
 
     def apply(self, plan_id: int, now_s: float) -> list[Command]:
         """Order the newest proposal, worth it or not. Raises ControlError where it is stale or has nothing to move."""
-        commands = self.tick(now_s)
         self._refuse_in_flight("apply a plan")
         proposal = self._proposal
         if proposal is None or proposal.plan_id != plan_id or proposal.epoch != self.placement.epoch:
             raise ControlError(f"plan {plan_id} is not the newest one for the placement in force: plan again")
         if proposal.candidate is None:
             raise ControlError(f"plan {plan_id} moves nothing: {proposal.reason}")
-        self._refuse_over_budget(proposal.candidate.prediction.num_bytes)
+        self._refuse_over_budget(proposal.candidate.prediction.num_bytes, now_s)
+        commands = self.tick(now_s)
         self._proposal = None
         reason = f"applied by hand: {proposal.reason}"
         return commands + self._migrations.start(
@@ -186,13 +204,12 @@ class PlacementController:
 
     def rollback(self, now_s: float) -> list[Command]:
         """Go back to the placement before the last migration. Raises ControlError where there is none."""
-        commands = self.tick(now_s)
         self._refuse_in_flight("roll back")
         if self._migrations.last is None:
             raise ControlError("there is no migration to roll back")
         candidate = self._migrations.way_back()
-        self._refuse_over_budget(candidate.prediction.num_bytes)
-        return commands + self._migrations.start(
+        self._refuse_over_budget(candidate.prediction.num_bytes, now_s)
+        return self.tick(now_s) + self._migrations.start(
             "roll back", "operator", "rolled back by hand", candidate, seen=self._evidence.everything()
         )
 
@@ -309,7 +326,7 @@ class PlacementController:
         if flight is not None:
             raise ControlError(f"cannot {what} while plan {flight.plan_id} is under way ({self.state})")
 
-    def _refuse_over_budget(self, num_bytes: int) -> None:
-        available = self._migrations.budget.available(self._migrations.now_s)
+    def _refuse_over_budget(self, num_bytes: int, now_s: float) -> None:
+        available = self._migrations.budget.available(now_s)
         if num_bytes > available:
             raise ControlError(f"it copies {num_bytes} bytes, the budget has {available} now")

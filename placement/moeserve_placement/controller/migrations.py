@@ -23,6 +23,8 @@ from moeserve_placement.controller.settling import Settling
 from moeserve_placement.controller.status import State, Status
 from moeserve_placement.moves import moves_between
 
+RESTARTED = "ranks started again"
+
 
 class Migrations:
     """One migration at a time, from its order to the measurement of its gain."""
@@ -100,6 +102,16 @@ class Migrations:
     def drop(self, reason: str) -> list[Command]:
         """Abort the copies under way, through no fault of anybody."""
         return self._follow(self.protocol.abort(reason, is_failure=False), is_failure=False)
+
+    def restart(self, in_force: InForce, cluster: Cluster, now_s: float) -> None:
+        """All ranks were started again with this map: what was under way has failed, what was learned stays."""
+        self.tick(now_s)
+        self._follow(self.protocol.restart(in_force, cluster, RESTARTED))
+        self._end_settling(RESTARTED)
+        self.last = self.undo = None
+        self._cluster = cluster
+        self.state_since_s = self.progress_s = now_s
+        self.record("none", f"{RESTARTED}: they hold epoch {in_force.placement.epoch}", seen=None)
 
     def measure(self, interval: Interval, assessor: Assessor) -> Flight | None:
         """Count a window towards the gain of the migration that settles; returns one whose gain did not come."""

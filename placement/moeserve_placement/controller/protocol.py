@@ -108,6 +108,14 @@ class CommitProtocol:
         flight.waiting.discard(rank)
         return Step(moved=True) if flight.waiting else self._finish(flight)
 
+    def restart(self, in_force: InForce, cluster: Cluster, reason: str) -> Step:
+        """All ranks were started again with what is in force now; nobody is left to obey the step's commands."""
+        flight = self.flight
+        step = Step() if flight is None else self._finish(flight) if flight.landed else self.abort(reason)
+        self.in_force, self._withdrawn, self._cluster = in_force, None, cluster
+        self.next_epoch = max(self.next_epoch, in_force.placement.epoch + 1)
+        return step
+
     def abort(self, reason: str, *, is_failure: bool = True) -> Step:
         """Give up what is under way; what is in force stays."""
         flight = self.flight
