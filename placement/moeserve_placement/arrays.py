@@ -17,7 +17,9 @@ BoolArray = npt.NDArray[np.bool_]
 def flat_experts(table_LP: IntArray, num_experts: int) -> IntArray:
     """Flat index [L, P] of the expert on each place."""
     row_L1 = np.arange(table_LP.shape[0])[:, None] * (num_experts + 1)
-    flat: IntArray = np.where(table_LP < 0, num_experts, table_LP) + row_L1
+    flat: IntArray = table_LP + row_L1
+    if table_LP.min(initial=0) < 0:
+        flat[table_LP < 0] += num_experts + 1
     return flat
 
 

@@ -46,6 +46,8 @@ def _replicas_needed(load_LE: FloatArray, level_L: FloatArray, reach_R: FloatArr
     """Replicas of all experts of each layer; more than any cluster holds where even one on every rank is too few."""
     # The last digit of a load that fits exactly must not cost a replica.
     spread_LE = load_LE / np.maximum(level_L, 1e-300)[:, None] * (1.0 - 1e-12)
-    needed_LE = np.searchsorted(reach_R, spread_LE, side="left") + 1
+    needed_LE = np.ones(spread_LE.shape, dtype=np.int64)
+    hot_LE = spread_LE > reach_R[0]
+    needed_LE[hot_LE] += np.searchsorted(reach_R, spread_LE[hot_LE], side="left")
     impossible_LE = needed_LE > reach_R.size
     return np.where(impossible_LE.any(axis=1), np.iinfo(np.int64).max, needed_LE.sum(axis=1))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeserve_placement.arrays import FloatArray, divide, sum_flat
+from moeserve_placement.arrays import FloatArray, divide
 from moeserve_placement.cluster import Cluster
 
 
@@ -46,9 +46,8 @@ class CostModel:
 
 def by_rank(values_LP: FloatArray, cluster: Cluster) -> FloatArray:
     """Sum over the places of each rank [L, R]."""
-    num_layers = values_LP.shape[0]
-    flat = np.arange(num_layers)[:, None] * cluster.num_ranks + cluster.rank_of_place_P
-    return sum_flat(flat, values_LP, num_layers * cluster.num_ranks).reshape(num_layers, -1)
+    sums: FloatArray = np.add.reduceat(values_LP, cluster.place_Rs[:, 0], axis=1)
+    return sums
 
 
 def mean_level(total_L: FloatArray, cluster: Cluster) -> FloatArray:

@@ -64,12 +64,15 @@ class ExpertPlacement:
         if (self.num_replicas_LE == 0).any():
             layer, missing = np.argwhere(self.num_replicas_LE == 0)[0]
             raise PlacementError(f"layer {layer}: logical expert {missing} has no physical expert")
-        # Sorted by rank, then expert, a second copy on a rank stands beside the first.
-        key_LP = np.sort(table + self.rank_of_physical_P * (num_logical + 1), axis=1)
-        twice_LP = (key_LP[:, 1:] == key_LP[:, :-1]) & (key_LP[:, 1:] % (num_logical + 1) != num_logical)
-        if twice_LP.any():
-            layer, index = np.argwhere(twice_LP)[0]
-            rank = int(key_LP[layer, index] // (num_logical + 1))
+        # Sorted by rank, then expert, a second copy on a rank stands beside the first; equal ranks sort one by one.
+        equal = (self.num_physical_R == self.num_physical_R[0]).all()
+        width = int(self.num_physical_R[0]) if equal else self.num_physical_experts
+        key = np.sort((table + self.rank_of_physical_P * (num_logical + 1)).reshape(-1, width), axis=1)
+        twice = (key[:, 1:] == key[:, :-1]) & (key[:, 1:] % (num_logical + 1) != num_logical)
+        if twice.any():
+            row, index = np.argwhere(twice)[0]
+            layer = row * width // self.num_physical_experts
+            rank = int(key[row, index] // (num_logical + 1))
             held = table[layer, self.rank_slice(rank)].tolist()
             raise PlacementError(f"layer {layer}: rank {rank} holds two copies of one expert: {held}")
 

@@ -22,8 +22,9 @@ from moeserve_placement.settings import PlanSettings, Policy
 from moeserve_placement.split import CLOSE, even_tokens, shares, tokens_in_force
 from moeserve_placement.tables import plan_tables, room_by_layer
 
-PLACES_AT_ONCE = 24_000
-"""Layers are planned together up to this many places: enough to make Python's own time small, and still in cache."""
+PLACES_AT_ONCE = 96_000
+"""Layers are planned together up to this many places: enough to make Python's own time small, and few enough that the
+memory of one array serves the next, where larger ones would go back to the system each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,9 +144,9 @@ def _incremental(
     at_once = num_layers if settings.budget_bytes is not None else max(1, PLACES_AT_ONCE // num_places)
     resplit_LP, target_LP, after_LP = np.empty(table_LP.shape), np.empty_like(table_LP), np.empty(table_LP.shape)
     for start in range(0, num_layers, at_once):
-        rows = np.arange(start, min(start + at_once, num_layers))
+        rows = slice(start, start + at_once)
         resplit_LP[rows], target_LP[rows], after_LP[rows] = _plan_together(
-            whole.of_layers(rows), table_LP[rows], before_LP[rows], settings
+            whole.of_layers(np.arange(num_layers)[rows]), table_LP[rows], before_LP[rows], settings
         )
     return resplit_LP, target_LP, after_LP
 

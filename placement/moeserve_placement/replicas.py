@@ -9,11 +9,12 @@ Axes: L layers, E logical experts, K redundant experts of a layer, counted from 
 
 import numpy as np
 
-from moeserve_placement.arrays import FloatArray, IntArray
+from moeserve_placement.arrays import FloatArray, IntArray, run_index
 from moeserve_placement.cluster import Cluster
 from moeserve_placement.placement import PlacementError
 
-BISECTIONS = 24
+BISECTIONS = 32
+"""So close to the level that hardly a layer has replicas left to hand out."""
 
 
 def replica_counts(
@@ -58,13 +59,15 @@ def _at_level(load_LE: FloatArray, level_L: FloatArray, least: IntArray, most: I
 
 def _hand_out(load_LE: FloatArray, counts_LE: IntArray, most_LE: IntArray, left_L: IntArray) -> IntArray:
     """Experts whose loads tie at the level: replicas that are left go to the most loaded per replica."""
-    while left_L.any():
-        open_LE = counts_LE < most_LE
-        order_LE = np.argsort(np.where(open_LE, -load_LE / np.maximum(counts_LE, 1), np.inf), axis=1, kind="stable")
-        given_L = np.minimum(left_L, open_LE.sum(axis=1))
-        more_LE = np.zeros_like(counts_LE)
-        np.put_along_axis(more_LE, order_LE, (np.arange(load_LE.shape[1]) < given_L[:, None]).astype(np.int64), axis=1)
-        counts_LE, left_L = counts_LE + more_LE, left_L - given_L
+    counts_LE, left_L = counts_LE.copy(), left_L.copy()
+    while (rows := np.flatnonzero(left_L)).size:
+        count = counts_LE[rows]
+        is_open = count < most_LE[rows]
+        order = np.argsort(np.where(is_open, -load_LE[rows] / np.maximum(count, 1), np.inf), axis=1, kind="stable")
+        given = np.minimum(left_L[rows], is_open.sum(axis=1))
+        row, nth = np.repeat(np.arange(rows.size), given), run_index(given)
+        counts_LE[rows[row], order[row, nth]] += 1
+        left_L[rows] -= given
     return counts_LE
 
 

@@ -42,7 +42,7 @@ class Effort:
     max_iterations: int
 
 
-ROUGH = Effort(tolerance=2e-3, max_iterations=20)
+ROUGH = Effort(tolerance=2e-3, max_iterations=30)
 """Enough to tell a good map from a better one."""
 CLOSE = Effort(tolerance=5e-4, max_iterations=60)
 """For a split that is handed out."""
@@ -113,8 +113,10 @@ def tokens_in_force(table_LP: IntArray, load_LE: FloatArray, split_LP: FloatArra
 def shares(table_LP: IntArray, tokens_LP: FloatArray, load_LE: FloatArray) -> FloatArray:
     """Split [L, P]: the share of its logical expert's tokens that each place takes; even where there are none."""
     total_LP = with_column(load_LE, 0.0).ravel()[flat_experts(table_LP, load_LE.shape[1])]
-    even_LP = even_tokens(table_LP, np.ones_like(load_LE))
-    split: FloatArray = np.divide(tokens_LP, total_LP, out=even_LP, where=total_LP > 0)
+    has_load_LP = total_LP > 0
+    split: FloatArray = np.divide(tokens_LP, total_LP, out=np.zeros(total_LP.shape), where=has_load_LP)
+    if not has_load_LP.all():
+        split[~has_load_LP] = even_tokens(table_LP, np.ones_like(load_LE))[~has_load_LP]
     return split
 
 
@@ -122,9 +124,10 @@ def _index(table_LP: IntArray, load_LE: FloatArray, cluster: Cluster, offset_LR:
     num_layers, num_places = table_LP.shape
     num_experts, num_ranks = load_LE.shape[1], cluster.num_ranks
     flat = flat_experts(table_LP, num_experts).ravel()
-    count = count_replicas(table_LP, num_experts)
-    count[:, num_experts] = 0
-    is_replicated = count.ravel() > 1
+    count = np.bincount(flat, minlength=num_layers * (num_experts + 1))
+    # Empty places are no replicas of one another.
+    count[num_experts :: num_experts + 1] = 0
+    is_replicated = count > 1
     place_K = np.flatnonzero(is_replicated[flat])
     rank = (np.arange(num_layers)[:, None] * num_ranks + cluster.rank_of_place_P).ravel()
     tokens = with_column(load_LE, 0.0).ravel()
@@ -138,7 +141,7 @@ def _index(table_LP: IntArray, load_LE: FloatArray, cluster: Cluster, offset_LR:
         layer_K=place_K // num_places,
         expert_K=(np.cumsum(is_replicated) - 1)[flat[place_K]],
         tokens_X=tokens[is_replicated],
-        num_replicas_X=count.ravel()[is_replicated],
+        num_replicas_X=count[is_replicated],
         tokens_LP=single.reshape(num_layers, num_places),
         fixed_R=fixed_R if offset_LR is None else fixed_R + offset_LR.ravel(),
     )
@@ -157,31 +160,32 @@ def _start(replicas: _Replicas, start_LP: FloatArray | None) -> FloatArray:
 def _pour(replicas: _Replicas, cluster: Cluster, tokens_K: FloatArray, effort: Effort) -> FloatArray:
     """Tokens of each replica at the optimum, or the best met within the iterations."""
     num_layers, _, num_ranks = replicas.shape
-    rank_K, layer_K, fixed_R = replicas.rank_K, replicas.layer_K, replicas.fixed_R
-    slowness_R = np.tile(1.0 / cluster.capacity_R, num_layers)
+    rank_K, layer_K, slowness_R = replicas.rank_K, replicas.layer_K, 1.0 / cluster.capacity_R
+    fixed_LR = replicas.fixed_R.reshape(num_layers, num_ranks)
     # A rank with n flowing replicas couples them by a block of ones, which n times the identity bounds from above:
-    # so each replica has its own safe step, 1 / n.
-    step_K = 1.0 / (np.bincount(rank_K, minlength=num_layers * num_ranks) * slowness_R)[rank_K]
+    # so each replica has its own safe step, capacity / n, which takes load / n off it.
+    per_replica_LR = 1.0 / np.maximum(_by_rank(replicas, np.ones(rank_K.size)), 1.0)
+    step_K = (per_replica_LR * cluster.capacity_R).take(rank_K)
     step_X = sum_flat(replicas.expert_K, step_K, replicas.tokens_X.size)
-    load_R = fixed_R + np.bincount(rank_K, tokens_K, fixed_R.size)
-    perfect_L = _by_layer(load_R, num_ranks).sum(axis=1) / cluster.capacity_R.sum()
-    best_K, lowest_L = tokens_K, _by_layer(load_R * slowness_R, num_ranks).max(axis=1)
-    ahead_K, ahead_load_R = tokens_K, load_R
+    load_LR = fixed_LR + _by_rank(replicas, tokens_K)
+    perfect_L = load_LR.sum(axis=1) / cluster.capacity_R.sum()
+    best_K, lowest_L = tokens_K, (load_LR * slowness_R).max(axis=1)
+    ahead_K, ahead_load_LR = tokens_K, load_LR
     momentum_L, objective_L = np.ones(num_layers), np.full(num_layers, np.inf)
     for iteration in range(1, effort.max_iterations + 1):
-        new_K = _descend(replicas, ahead_K, (ahead_load_R * slowness_R)[rank_K], step_K, step_X)
-        new_load_R = fixed_R + np.bincount(rank_K, new_K, fixed_R.size)
-        last_objective_L, objective_L = objective_L, _by_layer(new_load_R**2 * slowness_R, num_ranks).sum(axis=1)
+        new_K = _descend(replicas, ahead_K, (ahead_load_LR * per_replica_LR).take(rank_K), step_K, step_X)
+        new_load_LR = fixed_LR + _by_rank(replicas, new_K)
+        last_objective_L, objective_L = objective_L, (new_load_LR**2 * slowness_R).sum(axis=1)
         restart_L = objective_L > last_objective_L
         next_L = (1.0 + np.sqrt(1.0 + 4.0 * momentum_L**2)) / 2.0
         beta_L = np.where(restart_L, 0.0, (momentum_L - 1.0) / next_L)
         momentum_L = np.where(restart_L, 1.0, next_L)
         # Loads are linear in the tokens, so the point ahead needs no second sum over replicas.
-        ahead_K = new_K + beta_L[layer_K] * (new_K - tokens_K)
-        ahead_load_R = new_load_R + np.repeat(beta_L, num_ranks) * (new_load_R - load_R)
-        tokens_K, load_R = new_K, new_load_R
+        ahead_K = new_K + beta_L.take(layer_K) * (new_K - tokens_K)
+        ahead_load_LR = new_load_LR + beta_L[:, None] * (new_load_LR - load_LR)
+        tokens_K, load_LR = new_K, new_load_LR
         if iteration % CHECK_EVERY == 0 or iteration == effort.max_iterations:
-            highest_L = _by_layer(load_R * slowness_R, num_ranks).max(axis=1)
+            highest_L = (load_LR * slowness_R).max(axis=1)
             best_K = np.where((highest_L < lowest_L)[layer_K], tokens_K, best_K)
             last_lowest_L, lowest_L = lowest_L, np.minimum(lowest_L, highest_L)
             settled_L = lowest_L > last_lowest_L * (1.0 - SETTLED * effort.tolerance)
@@ -191,16 +195,15 @@ def _pour(replicas: _Replicas, cluster: Cluster, tokens_K: FloatArray, effort: E
 
 
 def _descend(
-    replicas: _Replicas, tokens_K: FloatArray, slope_K: FloatArray, step_K: FloatArray, step_X: FloatArray
+    replicas: _Replicas, tokens_K: FloatArray, drop_K: FloatArray, step_K: FloatArray, step_X: FloatArray
 ) -> FloatArray:
-    """One step down the slope, projected back: no tokens below zero, and each expert's sum as it was.
+    """One step of so much down the slope, projected back: no tokens below zero, and each expert's sum as it was.
 
     The projection is the nearest point in the metric 1 / step.
     """
     expert_K = replicas.expert_K
-    drop_K = slope_K * step_K
     level_X = np.bincount(expert_K, drop_K, step_X.size) / step_X
-    new_K: FloatArray = tokens_K - drop_K + level_X[expert_K] * step_K
+    new_K: FloatArray = tokens_K - drop_K + level_X.take(expert_K) * step_K
     below = np.flatnonzero(new_K < 0.0)
     if not below.size:
         return new_K
@@ -208,19 +211,22 @@ def _descend(
     # replicas and nearly so for more; scaling keeps the sum exact, and the next iteration makes up for the rest.
     hit_X = np.zeros(step_X.size, dtype=bool)
     hit_X[expert_K[below]] = True
-    hit = np.flatnonzero(hit_X[expert_K])
-    expert, wanted, step = expert_K[hit], tokens_K[hit] - drop_K[hit], step_K[hit]
+    corrected, hit = np.flatnonzero(hit_X), np.flatnonzero(hit_X.take(expert_K))
+    nth = np.searchsorted(corrected, expert_K[hit])
+    tokens, wanted, step = replicas.tokens_X[corrected], tokens_K[hit] - drop_K[hit], step_K[hit]
     above = new_K[hit] > 0.0
-    level_X = sum_flat(expert, wanted * above, step_X.size) - replicas.tokens_X
-    level_X /= _positive(sum_flat(expert, step * above, step_X.size))
-    filled = np.maximum(wanted - level_X[expert] * step, 0.0) * above
-    scale_X = replicas.tokens_X / _positive(sum_flat(expert, filled, step_X.size))
-    new_K[hit] = filled * scale_X[expert]
+    level = sum_flat(nth, wanted * above, corrected.size) - tokens
+    level /= _positive(sum_flat(nth, step * above, corrected.size))
+    filled = np.maximum(wanted - level[nth] * step, 0.0) * above
+    scale = tokens / _positive(sum_flat(nth, filled, corrected.size))
+    new_K[hit] = filled * scale[nth]
     return new_K
 
 
-def _by_layer(values: FloatArray, num_ranks: int) -> FloatArray:
-    return values.reshape(-1, num_ranks)
+def _by_rank(replicas: _Replicas, values_K: FloatArray) -> FloatArray:
+    """Values of the replicas added up for each rank [L, R]."""
+    num_layers, _, num_ranks = replicas.shape
+    return sum_flat(replicas.rank_K, values_K, num_layers * num_ranks).reshape(num_layers, num_ranks)
 
 
 def _positive(values: FloatArray) -> FloatArray:

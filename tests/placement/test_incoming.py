@@ -72,12 +72,14 @@ def test_several_small_plans_end_as_good_as_a_large_one(dirichlet_loads: FloatAr
     cluster = Cluster.of(start)
     at_once = plan(load_LE, start, cluster, PlanSettings())
     assert most_changes(start, at_once.placement) > 1
-    current, reached = start, []
+    limited = PlanSettings(max_incoming_per_layer_rank=1)
+    current, split_LP, reached = start, None, []
     for _ in range(6):
-        result = plan(load_LE, current, cluster, PlanSettings(max_incoming_per_layer_rank=1))
-        current = result.placement
+        result = plan(load_LE, current, cluster, limited, current_split_LP=split_LP)
+        current, split_LP = result.placement, result.split_LP
         reached.append(result.balancedness_after_L)
-    assert (np.diff([each.mean() for each in reached]) >= 0).all()
+    # The shares of a split sum to 1 but for the last digit.
+    assert (np.diff([each.mean() for each in reached]) >= -1e-12).all()
     assert reached[-1].min() > at_once.balancedness_after_L.min() - 0.005
 
 

@@ -65,6 +65,8 @@ def test_json_encodes_what_it_decodes(placement: ExpertPlacement, tmp_path_facto
         ([[0, 1, 1, 3]], 4, 2, "layer 0: logical expert 2 has no physical expert"),
         ([[0, 1], [0, 2]], 2, 1, r"layer 1: logical expert ids must be in \[0, 2\)"),
         ([[0, 0, 1, 2]], 3, 2, r"layer 0: rank 0 holds two copies of one expert: \[0, 0\]"),
+        ([[0, 1, 2, 0], [0, 1, 2, 2]], 3, 2, r"layer 1: rank 1 holds two copies of one expert: \[2, 2\]"),
+        ([[0, 1, 2, 3, 0], [0, 1, 2, 3, 3]], 4, 2, r"layer 1: rank 1 holds two copies of one expert: \[3, 3\]"),
         ([[0, 1]], 3, 1, "2 physical experts are too few for 3 logical experts"),
         ([[0, 1]], 2, 3, "too few for 2 logical experts on 3 ranks"),
     ],
