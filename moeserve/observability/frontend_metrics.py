@@ -42,6 +42,11 @@ class FrontendMetrics:
     def count_finished(self, reason: FinishReason) -> None:
         self._finished[reason].inc()
 
+    @property
+    def num_finished(self) -> float:
+        """Requests that ended, whatever the reason."""
+        return sum(count_of(counter) for counter in self._finished.values())
+
     def count_answer(self, route: str, status: int) -> None:
         self._answers.labels(route, str(status)).inc()
 
@@ -54,6 +59,16 @@ class FrontendMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(_PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+
+def count_of(counter: Counter) -> float:
+    """The value of a counter, or of all its children."""
+    return sum(sample.value for family in counter.collect() for sample in family.samples if _is_total(sample.name))
+
+
+def _is_total(name: str) -> bool:
+    """Not the time at which the counter was made."""
+    return name.endswith("_total")
 
 
 class _ReplicaCollector(Collector):

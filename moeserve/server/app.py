@@ -3,6 +3,7 @@
 from fastapi import FastAPI, Request, Response
 
 from moeserve.server.context import ServerContext
+from moeserve.server.dashboard import routes as dashboard
 from moeserve.server.errors import install_error_handlers
 from moeserve.server.middleware import AnswerCountMiddleware, ApiKeyMiddleware, BodyLimitMiddleware
 from moeserve.server.routes import chat, completions, placement, service, tokenization
@@ -16,7 +17,7 @@ def create_app(context: ServerContext) -> FastAPI:
     app = FastAPI(title="moeserve", version=context.version, redoc_url=None)
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
-    for routes in (completions, chat, tokenization, placement, service):
+    for routes in (completions, chat, tokenization, placement, service, dashboard):
         app.include_router(routes.build_router(context))
     server = context.config.server
     # The last one added sees a request first: the key is checked before anything else.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from moeserve.config import Config
 from moeserve.observability.frontend_metrics import FrontendMetrics
+from moeserve.server.dashboard.live import LiveFeed
 from moeserve.server.engine_client import EngineClient
 from moeserve.server.errors import ApiError, show
 from moeserve.server.placement.service import PlacementService
@@ -17,6 +18,7 @@ class ServerContext:
     engine: EngineClient
     metrics: FrontendMetrics
     placement: PlacementService
+    live: LiveFeed
     model_max_len: int
     """Most tokens of prompt and output together; replicas may allow fewer."""
     created: int

@@ -67,6 +67,8 @@ class EngineClient:
         self._on_migrator = on_migrator
         self._journal = Journal()
         self._closing = False
+        self.is_draining = False
+        """Whether new requests are refused while those that are here run to their end."""
         self._decoder = msgspec.msgpack.Decoder(ToFrontend)
         self._migrator_decoder = msgspec.msgpack.Decoder(FromMigrator)
         self._encoder = msgspec.msgpack.Encoder()
@@ -116,9 +118,14 @@ class EngineClient:
                 logger.error("dropped a message from %r that cannot be read: %s", identity, error)
 
     def submit(self, requests: Sequence[AddRequest], sink: OutputSink) -> None:
-        """Start all of them, or none. Raises ApiError: 503 while replicas are missing, 429 when there are too many."""
+        """Start all of them, or none.
+
+        Raises ApiError: 503 while replicas are missing or the server drains, 429 when there are too many.
+        """
         if not self.is_ready:
             raise ApiError(503, "the engine is not ready", code="engine_not_ready", headers={"retry-after": "1"})
+        if self.is_draining:
+            raise ApiError(503, "the server is draining: it takes no new requests", code="draining")
         if len(self._journal) + len(requests) > self._max_unfinished:
             message = f"too many requests: {len(self._journal)} of {self._max_unfinished} places are taken"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
@@ -193,7 +200,7 @@ class EngineClient:
 
     def _dispatch(self, message: StepOutputs) -> None:
         now = self._clock()
-        self._registry.update_stats(message.dp_rank, message.stats)
+        self._registry.update_stats(message.dp_rank, message.stats, now)
         num_tokens = 0
         for output in message.outputs:
             entry = self._journal.get(output.request_id)

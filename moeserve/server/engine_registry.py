@@ -17,6 +17,8 @@ class _Replica:
     ready: ReplicaReady | None = None
     """None before its first life and between two."""
     stats: ReplicaStats | None = None
+    heard_s: float = 0.0
+    """When the statistics came."""
     outstanding_tokens: int = 0
 
 
@@ -62,8 +64,14 @@ class EngineRegistry:
             replica.stats = None
             self._affinity.forget(dp_rank)
 
-    def update_stats(self, dp_rank: DpRank, stats: ReplicaStats) -> None:
-        self._replicas[dp_rank].stats = stats
+    def update_stats(self, dp_rank: DpRank, stats: ReplicaStats, now_s: float) -> None:
+        replica = self._replicas[dp_rank]
+        replica.stats, replica.heard_s = stats, now_s
+
+    def stats_age_s(self, dp_rank: DpRank, now_s: float) -> float | None:
+        """Since a replica's last step was heard of."""
+        replica = self._replicas[dp_rank]
+        return None if replica.stats is None else now_s - replica.heard_s
 
     def read_stats(self) -> Mapping[DpRank, ReplicaStats]:
         return {dp_rank: replica.stats for dp_rank, replica in self._replicas.items() if replica.stats is not None}

@@ -18,6 +18,8 @@ from moeserve.config import Config, ConfigError
 from moeserve.observability.frontend_metrics import FrontendMetrics
 from moeserve.server.app import create_app
 from moeserve.server.context import ServerContext
+from moeserve.server.dashboard.camera import Camera
+from moeserve.server.dashboard.live import LiveFeed
 from moeserve.server.engine_client import EngineClient
 from moeserve.server.engine_registry import EngineRegistry
 from moeserve.server.errors import ApiError
@@ -80,15 +82,28 @@ class Frontend:
         except ConfigError:
             self._close()
             raise
+        program_version = version("moeserve")
+        camera = Camera(
+            config,
+            version=program_version,
+            engine=self._engine,
+            registry=registry,
+            metrics=metrics,
+            placement=self.placement,
+            clock=time.monotonic,
+            unix_time=time.time,
+        )
+        self._live = LiveFeed(camera)
         context = ServerContext(
             config=config,
             tokenizer=tokenizer,
             engine=self._engine,
             metrics=metrics,
             placement=self.placement,
+            live=self._live,
             model_max_len=max_model_len,
             created=int(time.time()),
-            version=version("moeserve"),
+            version=program_version,
         )
         self._server = _Server(
             uvicorn.Config(
@@ -100,6 +115,7 @@ class Frontend:
                 timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
             ),
             self._engine,
+            self._live,
         )
 
     @property
@@ -124,6 +140,7 @@ class Frontend:
         tasks = [
             asyncio.create_task(self._engine.run(), name="engine client"),
             asyncio.create_task(self.placement.run(self._engine), name="placement"),
+            asyncio.create_task(self._live.run(), name="dashboard"),
             asyncio.create_task(_watch(self._engine, owner_pid), name="watch"),
         ]
         for task in tasks:
@@ -142,15 +159,17 @@ class Frontend:
 class _Server(uvicorn.Server):
     """Tells the waiting clients before it waits for their connections."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineClient) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineClient, live: LiveFeed) -> None:
         super().__init__(config)
         self._engine = engine
+        self._live = live
 
     def stop(self) -> None:
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+        await self._live.close()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

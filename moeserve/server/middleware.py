@@ -1,14 +1,17 @@
-"""Pure ASGI middleware: bodies that are too large, the API key, and a count of the answers."""
+"""Pure ASGI middleware: bodies that are too large, keys, and a count of the answers."""
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeserve.server.errors import ApiError, describe_failure
 
-_OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
+_OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/dashboard"})
+_OPEN_FOLDER = "/dashboard/"
+"""The page asks for the key itself, for what it shows."""
 
 
 class BodyLimitMiddleware:
@@ -55,7 +58,7 @@ class ApiKeyMiddleware:
         self._admin_key = admin_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not (is_bearer(given, self._api_key) or is_bearer(given, self._admin_key)):
                 what = "wrong" if given else "missing"
@@ -66,9 +69,29 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
 
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+
+
 def is_bearer(authorization: bytes, key: str | None) -> bool:
     """Whether the value of an Authorization header carries the key; never, where there is none."""
     return key is not None and hmac.compare_digest(authorization, f"Bearer {key}".encode())
+
+
+def admin_check(admin_key: str | None) -> Callable[[Request], Awaitable[None]]:
+    """A dependency of routes that only operators may call: 401 without a key, 403 with another one."""
+
+    async def check(request: Request) -> None:
+        if admin_key is None:
+            return
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if not given:
+            message = "missing admin key: send it as `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_admin_key", headers={"www-authenticate": "Bearer"})
+        if not is_bearer(given, admin_key):
+            raise ApiError(403, "this call needs the admin key", code="invalid_admin_key")
+
+    return check
 
 
 class AnswerCountMiddleware:

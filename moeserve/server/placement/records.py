@@ -14,9 +14,7 @@ from moeserve_placement.controller import Decision, Proposal
 
 def placement_record(view: PlacementView, *, engine_is_ready: bool) -> dict[str, Any]:
     """Everything about the placement in force, and about what is under way."""
-    state, reason = view.state, view.reason
-    if state == "starting" and engine_is_ready:
-        state, reason = "static", "the ranks report no experts that could move"
+    state, reason = describe_state(view, engine_is_ready=engine_is_ready)
     record = {
         "state": state,
         "reason": reason,
@@ -33,6 +31,13 @@ def placement_record(view: PlacementView, *, engine_is_ready: bool) -> dict[str,
         "change": view.change,
     }
     return record | {"map": None if view.known is None else _map_record(view.known)}
+
+
+def describe_state(view: PlacementView, *, engine_is_ready: bool) -> tuple[str, str]:
+    """State and reason as operators see them: ranks that are ready without having reported experts never will."""
+    if view.state == "starting" and engine_is_ready:
+        return "static", "the ranks report no experts that could move"
+    return view.state, view.reason
 
 
 def _map_record(known: Known) -> dict[str, Any]:

@@ -58,8 +58,10 @@ class PlacementService:
         self._unseen: list[Interval] = []
         """Windows that the controller has yet to look at."""
         self._num_windows_seen = 0
-        sample = SampleReader(lambda: self.view, lambda: self.history, num_windows=2 * config.placement.num_windows)
-        self._lives = Lives(config, PlacementMetrics(registry, sample), clock)
+        self.read_sample = SampleReader(
+            lambda: self.view, lambda: self.history, num_windows=2 * config.placement.num_windows
+        )
+        self._lives = Lives(config, PlacementMetrics(registry, self.read_sample), clock)
         self.view = self._look()
 
     @property

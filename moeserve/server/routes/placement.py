@@ -1,16 +1,16 @@
 """/v1/placement: where experts lie and why, for everyone with the API key; what changes it, for operators only."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import StreamingResponse
 
 from moeserve.server.context import ServerContext
 from moeserve.server.errors import ApiError, invalid
-from moeserve.server.middleware import is_bearer
+from moeserve.server.middleware import admin_check
 from moeserve.server.placement.advice import ADVICE_WINDOWS, advise_apart
 from moeserve.server.placement.analysis import analyse
 from moeserve.server.placement.loads import MAX_HISTORY_WINDOWS, LoadHistory, trace_of
@@ -124,7 +124,7 @@ def _add_advice(router: APIRouter, context: ServerContext) -> None:
 
 def _add_orders(router: APIRouter, context: ServerContext) -> None:
     service = context.placement
-    admin = [Depends(_admin_check(context.config.server.admin_key))]
+    admin = [Depends(admin_check(context.config.server.admin_key))]
 
     @router.post("/plan", dependencies=admin)
     async def plan(question: PlanQuestion | None = None) -> Response:
@@ -194,20 +194,6 @@ async def _or_conflict(work: Awaitable[T]) -> T:
         return await work
     except ControlError as error:
         raise ApiError(409, str(error), code="placement_conflict") from error
-
-
-def _admin_check(admin_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    async def check(request: Request) -> None:
-        if admin_key is None:
-            return
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not given:
-            message = "missing admin key: send it as `Authorization: Bearer KEY`"
-            raise ApiError(401, message, code="invalid_admin_key", headers={"www-authenticate": "Bearer"})
-        if not is_bearer(given, admin_key):
-            raise ApiError(403, "this call needs the admin key", code="invalid_admin_key")
-
-    return check
 
 
 def _pins(order: PinsOrder, known: Known) -> list[Pin]:

@@ -1,10 +1,11 @@
 """What clients and operators ask about the server: models, health, metrics, version"""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from moeserve.server.context import ServerContext
 from moeserve.server.errors import ApiError
+from moeserve.server.middleware import admin_check
 from moeserve.server.responses import ModelCard, ModelList
 from moeserve.server.streaming import JsonResponse
 
@@ -23,11 +24,27 @@ def build_router(context: ServerContext) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while every replica is ready, 503 before that and while ranks are started again."""
+        """200 while every replica is ready; 503 before that, while ranks are started again, and while draining."""
         context.engine.find_lost_replicas()
         if not context.engine.is_ready:
             raise ApiError(503, "the engine is not ready", code="engine_not_ready", headers={"retry-after": "1"})
+        if context.engine.is_draining:
+            raise ApiError(503, "the server is draining: it takes no new requests", code="draining")
         return Response()
+
+    admin = [Depends(admin_check(context.config.server.admin_key))]
+
+    @router.post("/v1/drain", dependencies=admin)
+    async def drain() -> Response:
+        """Refuse new requests from now on; those that are here run to their end."""
+        context.engine.is_draining = True
+        return JsonResponse({"draining": True, "num_unfinished": context.engine.num_unfinished})
+
+    @router.post("/v1/undrain", dependencies=admin)
+    async def undrain() -> Response:
+        """Take requests again."""
+        context.engine.is_draining = False
+        return JsonResponse({"draining": False, "num_unfinished": context.engine.num_unfinished})
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -1,0 +1,1 @@
+"""The operator's page: what it shows, once a second, and the files it is made of."""
