@@ -74,9 +74,7 @@ class PlacementController:
         if plan_settings.policy not in ("incremental", "frozen"):
             raise ValueError(f"a controller's policy must be incremental or frozen, got {plan_settings.policy!r}")
         check_cluster(placement, cluster, plan_settings)
-        in_force = (
-            InForce.evenly(placement) if split_LP is None else InForce(placement=placement, split_LP=split_LP)
-        )
+        in_force = InForce.evenly(placement) if split_LP is None else InForce(placement=placement, split_LP=split_LP)
         self._assessor = Assessor(
             cluster=cluster, plan_settings=replace(plan_settings, policy="incremental"), settings=settings
         )
