@@ -1,12 +1,12 @@
 """From the times of a load to the numbers of a report: rates, percentiles, medians over rounds."""
 
 import itertools
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness.load import Load, LoadTimes
+from moeserve.loadgen.summary import percentile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,6 @@ def measurement(system: str, load: Load, round_index: int, times: LoadTimes) -> 
         itl_p50_s=percentile(gaps, 0.5) if is_streamed and gaps else None,
         itl_p99_s=percentile(gaps, 0.99) if is_streamed and gaps else None,
     )
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
-    assert ordered
-    assert 0.0 < share <= 1.0
-    return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 class Results:

@@ -43,7 +43,7 @@ class System(Protocol):
     """From the start of the process to its first answer."""
 
     def run(self, load: Load, prompts: Sequence[Sequence[int]]) -> LoadTimes:
-        """Raises RuntimeError or an httpx.HTTPError when it does not give what the load asks for."""
+        """Raises RuntimeError or an OSError when it does not give what the load asks for."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The command line: `moeserve serve | chat | complete | placement`, and the frontend that `serve` starts for itself.
+"""The command line, `moeserve serve | chat | complete | placement | bench`, and the frontend that `serve` starts.
 
 Exit codes: 0 done, 1 an error the user can mend (one line on stderr), 2 a command line that cannot be read.
 """
@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 from moeserve.config import Config, ConfigError
 from moeserve_launch.arguments import add_serve_arguments, config_from_arguments
+from moeserve_launch.bench_cli import add_bench_commands
 from moeserve_launch.client import add_client_arguments, run_chat, run_complete
 from moeserve_launch.placement_cli import add_placement_commands
 from moeserve_launch.topology import RankEnvironment
@@ -51,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
 
     placement = commands.add_parser("placement", help="expert placement: replay loads, ask for advice")
     add_placement_commands(placement)
+
+    bench = commands.add_parser("bench", help="load a running server and measure it")
+    add_bench_commands(bench)
 
     frontend = commands.add_parser("frontend", help="the HTTP process of `serve` (reads its orders from stdin)")
     frontend.set_defaults(run=_run_frontend)

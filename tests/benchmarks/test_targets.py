@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.harness.load import Load, LoadTimes
 from benchmarks.harness.machine import describe_machine
-from benchmarks.harness.measurement import Measurement, Results, measurement, percentile
+from benchmarks.harness.measurement import Measurement, Results, measurement
 from benchmarks.harness.tables import table
 from benchmarks.peers.chart import draw_chart
 from benchmarks.peers.overhead import Overhead, share_outside_model
@@ -17,6 +17,7 @@ from benchmarks.peers.report import Run, as_json, as_markdown
 from benchmarks.peers.runner import Record
 from benchmarks.peers.system import PeerUnavailableError
 from benchmarks.peers.targets import Verdict, judge
+from moeserve.loadgen.summary import percentile
 
 OURS, VLLM, LLAMA, TRANSFORMERS = (variant.name for variant in ONE_CORE.variants)
 

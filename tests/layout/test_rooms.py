@@ -31,6 +31,7 @@ def test_wheel_brings_exactly_the_four_packages_and_the_demo_model(tmp_path: Pat
     assert {name for name in top_level if not name.endswith(".dist-info")} == PACKAGES
     assert "moeserve/demo_model/model.safetensors" in names
     assert "moeserve/demo_model/tokenizer.json" in names
+    assert {f"moeserve/loadgen/domain_texts/{name}.txt" for name in ("prose", "dutch")} <= set(names)
 
 
 def test_our_kernels_folder_never_shadows_the_package_of_that_name() -> None:
